@@ -207,10 +207,9 @@ class Checkpointer:
         deadline_s = time.monotonic() + timeout_s
         self._is_closed = True
         cancel_close_at_exit(self)
-        self._drain(deadline_s)
         if self._votes is not None:
-            self._votes.wait(deadline_s - time.monotonic())
-            self._votes.close()
+            self._votes.close(timeout_s / 2)  # a lost peer leaves time to finish without it
+        self._drain(deadline_s)
         with self._boundary("close"):
             self._save_last(deadline_s)
         self._drain(deadline_s)

@@ -3,17 +3,22 @@
 A checkpoint that not every rank takes part in is abandoned by all, and a level that not every rank
 puts it into does without. If the state of any rank has new shapes, all ranks exchange their save
 items in the vote on that save, and plan anew at their next save; until then their checkpoints are
-abandoned. Without an answer, because a rank is lost or too late, every rank keeps its own.
+abandoned. Without an answer, because a rank is lost or too late, every rank keeps its own. A late
+rank is waited for, in the background; only `close` and the end of the program do not wait long.
 """
 
 from __future__ import annotations
 
-import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from threading import Condition, Thread
 from typing import NamedTuple
 
+from resihp._shutdown import start_thread
 from resihp.contracts import CheckpointError, ContractError
 
 from .counters import ProblemLog
@@ -21,7 +26,7 @@ from .ranks import Ranks, SaveItem, assign_writers
 from .staging.in_flight import InFlightCheckpoint
 
 PATIENCE_S = 60.0
-"""Longest wait of a rank with new shapes for the others to reach the same save."""
+"""Longest wait for the others to reach the same save: of a rank with new shapes, and at the end."""
 
 
 class GatheredItems(NamedTuple):
@@ -39,12 +44,14 @@ class Vote:
     version   exchange of items that its plan is based on; None: it has no plan for these shapes
     begun     its checkpoint; None if it has not begun one
     gathered  items of all ranks, if they are exchanged in this vote
+    is_over   True once its checkpoint has been told a result
     """
 
     items: Callable[[], Sequence[SaveItem] | None]
     version: int | None
     begun: Future[InFlightCheckpoint | None] = field(default_factory=Future)
     gathered: Future[GatheredItems] = field(default_factory=Future)
+    is_over: bool = False
 
 
 class VoteQueue:
@@ -64,40 +71,69 @@ class VoteQueue:
     ) -> None:
         self._ranks, self._levels = ranks, tuple(levels)
         self._problems, self._abandon = problems, abandon
-        self._thread = ThreadPoolExecutor(1, "resihp-checkpoint-vote")
         self.newest = GatheredItems(0, ())
+        self._changed, self._pending = Condition(), deque[Vote]()
+        self._late: Future[GatheredItems] | None = None
+        self._queue = SimpleQueue[Vote | None]()
+        # An executor's thread would be joined at the end of the program, however long a peer takes.
+        thread = Thread(target=self._run, name="resihp-checkpoint-vote", daemon=True)
+        start_thread(thread, partial(self._queue.put, None))
 
     def submit(self, vote: Vote) -> None:
         """Take part in the next vote."""
-        self._thread.submit(self._hold, vote)
+        with self._changed:
+            self._pending.append(vote)
+        self._queue.put(vote)
 
     def submit_and_gather(self, vote: Vote) -> GatheredItems:
-        """Take part in the next vote, and exchange save items in it."""
+        """Take part in the next vote, and exchange save items in it.
+
+        Waits `PATIENCE_S` for the other ranks, once until they have caught up.
+        """
         self.submit(vote)
+        is_late = self._late is not None and not self._late.done()
         try:
-            return vote.gathered.result(PATIENCE_S)
+            return vote.gathered.result(0 if is_late else PATIENCE_S)
         except TimeoutError:
+            self._late = vote.gathered
             raise CheckpointError("the other ranks have not reached the same save") from None
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until all submitted votes have ended, or the time is over."""
-        with contextlib.suppress(TimeoutError):
-            self._thread.submit(bool).result(max(0.0, timeout_s))
+    def close(self, timeout_s: float) -> None:
+        """End the votes and the thread.
 
-    def close(self) -> None:
-        """Take part in no more votes."""
-        self._thread.shutdown(wait=False)
+        After the time, or `PATIENCE_S` if that is shorter, this rank keeps its own checkpoints of
+        the votes that have not ended.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending, min(timeout_s, PATIENCE_S))
+            left = [vote for vote in self._pending if vote.begun.done()]
+        for vote in left:
+            self._end(vote, None)
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (vote := self._queue.get()) is not None:
+            self._hold(vote)
+            with self._changed:
+                self._pending.remove(vote)
+                self._changed.notify_all()
 
     def _hold(self, vote: Vote) -> None:
         agreed: int | None = None
         try:
             agreed = self._agreed(vote)
-        except RuntimeError as problem:
+        except Exception as problem:  # noqa: BLE001 - the checkpoint must be told, and votes go on
             self._problems.report("vote of the ranks", problem)
             if not vote.gathered.done():
                 vote.gathered.set_exception(problem)
+        self._end(vote, agreed)
+
+    def _end(self, vote: Vote, agreed: int | None) -> None:
+        """Tell the checkpoint of a vote the bits of its levels; None: unknown. The first counts."""
         checkpoint = vote.begun.result()
-        if checkpoint is None:
+        with self._changed:
+            is_known, vote.is_over = vote.is_over, True
+        if checkpoint is None or is_known:
             return
         if agreed is None:
             checkpoint.settle(checkpoint.receivers)

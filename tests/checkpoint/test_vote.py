@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier, Event, Timer
 from typing import TypeVar
 
 import pytest
 import torch
 
-from resihp.checkpoint import Checkpointer, Level, LocalDisk
+from resihp.checkpoint import Checkpointer, Level, LocalDisk, vote
+from resihp.checkpoint.counters import ProblemLog
+from resihp.checkpoint.ranks import SaveItem
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
+from resihp.contracts import CheckpointError
+from tests.checkpoint.helpers import run_python
 
 T = TypeVar("T")
 RANKS = (0, 1)
@@ -159,3 +164,97 @@ def test_a_level_that_one_rank_is_behind_with_goes_without(
     assert [disk.steps() for disk in free] == [[5, 6], [5, 6]]
     assert [disk.steps() for disk in held] == [[1, 2], [0, 1]]
     held[1].may_write.set()
+
+
+def test_close_keeps_what_a_lost_rank_has_not_voted_on(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disks, over, waited = [Disk(tmp_path, rank) for rank in RANKS], Event(), []
+    pair = Pair(lambda rank: [disks[rank]], stack)
+    pair.save(0)
+
+    def unanswered(self: RankOfThread, bits: int) -> int:
+        if not over.wait(60):
+            waited.append(self.rank)
+        return bits
+
+    monkeypatch.setattr(RankOfThread, "common_bits", unanswered)
+    monkeypatch.setattr(vote, "PATIENCE_S", 0.2)
+    pair.save(1, waiting=())
+    pair.savers[0].close(300)
+    assert disks[0].steps() == [0, 1]
+    over.set()
+    pair.savers[1].close(300)
+    assert not waited, "closed while the vote stood still"
+
+
+LEFT_ALONE = """
+import sys, threading, torch
+from resihp.checkpoint import Checkpointer, LocalDisk, vote
+class Ranks:
+    rank, all, run = 0, (0, 1), "run"
+    def gather(self, value):
+        return [value, value]
+    gather_in_background = gather
+    def common_bits(self, bits):
+        threading.Event().wait()
+vote.PATIENCE_S = 0.2
+saver = Checkpointer([LocalDisk(sys.argv[1], ranks=[0])], ranks=Ranks())
+state = {"a": torch.ones(1000)}
+saver.prepare(state)
+saver.save(7, state)
+print("the end")
+"""
+
+
+def test_a_program_whose_peer_is_lost_ends(tmp_path: Path) -> None:
+    assert run_python(LEFT_ALONE, tmp_path) == "the end\n"
+    assert LocalDisk(tmp_path).steps() == [7]
+
+
+class LateRanks:
+    """`Ranks` of which the other one takes part in no vote before `has_come`."""
+
+    rank, all, run = 0, RANKS, "run"
+
+    def __init__(self) -> None:
+        self.has_come = Event()
+
+    def gather(self, value: T) -> list[T]:
+        return [value, value]
+
+    gather_in_background = gather
+
+    def common_bits(self, bits: int) -> int:
+        assert self.has_come.wait(300)
+        return bits
+
+
+def test_new_shapes_wait_for_a_late_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, is_over = LateRanks(), Event()
+    votes = vote.VoteQueue(ranks, ["disk"], ProblemLog(), InFlightCheckpoint.uploaded)
+    timer = Timer(60, is_over.set)
+    timer.start()
+    items = [SaveItem("w", (0,), (3,), (3,), 12)]
+
+    def gathered() -> Sequence[Sequence[SaveItem]]:
+        mine = vote.Vote(lambda: items, None)
+        mine.begun.set_result(None)
+        return votes.submit_and_gather(mine).items
+
+    try:
+        monkeypatch.setattr(vote, "PATIENCE_S", 0.1)
+        with pytest.raises(CheckpointError, match="not reached the same save"):
+            gathered()
+        monkeypatch.setattr(vote, "PATIENCE_S", 120.0)
+        with pytest.raises(CheckpointError, match="not reached the same save"):
+            gathered()
+        assert not is_over.is_set(), "training stands still once alone"
+        ranks.has_come.set()
+        while votes.newest.version < 2 and not is_over.is_set():
+            time.sleep(0.01)
+        assert gathered() == [items, items]
+    finally:
+        ranks.has_come.set()
+        timer.cancel()
+        votes.close(60)
