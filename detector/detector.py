@@ -222,7 +222,7 @@ class Detector(Persistent):
             self.counters["unknown_ranks"] += len(heartbeat.ranks) - len(known)
             ranks = [rank for rank in known if self._processes.is_newest(rank, heartbeat)]
             if heartbeat.left:
-                self._processes.forget(ranks)
+                self._processes.end(ranks, failed=bool(heartbeat.error))
                 if heartbeat.error:
                     step, detail = heartbeat.step, _ENDED + heartbeat.error
                     failed += self.report_failure(ranks, step=step, detail=detail)

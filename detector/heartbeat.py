@@ -9,13 +9,14 @@ all others. Where silences have another cause (a trainer that pauses now and the
 twice the longest silence so far is tolerated as well, within a limit.
 
 A silence that most ranks share, or in which no rank at all was heard, is a fault of the network or
-the service: it counts against no rank.
+the service, or the end of the job: it counts against no rank. Ranks whose processes have ended with
+an error, and have not come back, share it: after an error a launcher kills the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .persistence import Persistent
@@ -24,7 +25,10 @@ _FADE = 0.007  # weight of a new gap
 _FADE_LONGEST = 0.002
 _DOUBT = 9.0  # prior: so many lost beats in addition to the observed ones
 _MOST_LOST = 0.97
-_FEW = 2  # of so few ranks, a common silence says nothing
+_FEW = 2  # of so few ranks, a common silence says nothing unless one has failed
+_QUIET = 0.5
+"""Share of the shortest time-out from which a silence counts as one. Less than 1, so that of ranks
+that fall silent together the first one is not dead before most are quiet."""
 
 
 @dataclass(slots=True)
@@ -60,18 +64,20 @@ class HeartbeatTracker(Persistent):
     limit_s  longest silence that is tolerated only because there was a similar one
     """
 
-    _saved = ("_senders", "_heard", "_excused")
+    _saved = ("_senders", "_failed", "_heard", "_excused")
     _senders: dict[int, _Sender]
+    _failed: set[int]
 
     def __init__(self, *, phi: float = 10.0, floor_s: float = 5.0, limit_s: float = 60.0) -> None:
         self.phi, self.floor_s, self.limit_s = phi, floor_s, limit_s
-        self._senders = {}
+        self._senders, self._failed = {}, set()
         self._heard = -math.inf  # when any rank was
         self._excused = -math.inf  # silence before this counts against no rank
 
     def beat(self, ranks: Iterable[int], now: float) -> None:
         """Ranks were alive at `now`; an earlier time than the last one is ignored."""
         for rank in ranks:
+            self._failed.discard(rank)
             sender = self._senders.get(rank)
             if sender is None:
                 self._senders[rank] = _Sender(now)
@@ -116,7 +122,9 @@ class HeartbeatTracker(Persistent):
         """Ranks that are dead, those found before included."""
         living = [sender for sender in self._senders.values() if not sender.dead]
         quiet = [sender for sender in living if self._is_quiet(sender, now)]
-        if len(living) > _FEW and 2 * len(quiet) > len(living):
+        failed = len(self._failed)
+        known, missing = len(living) + failed, len(quiet) + failed
+        if (known > _FEW or failed) and 2 * missing > known:
             self._excused = now
         for sender in quiet:
             silence = now - max(sender.last, self._excused)
@@ -130,9 +138,20 @@ class HeartbeatTracker(Persistent):
 
     def _is_quiet(self, sender: _Sender, now: float) -> bool:
         silence = now - sender.last
-        return silence > self.floor_s and (not sender.gaps or silence > 3.0 * sender.mean)
+        return silence > _QUIET * self.floor_s and (not sender.gaps or silence > 3.0 * sender.mean)
+
+    def fail(self, ranks: Iterable[int]) -> None:
+        """Take ranks whose processes have ended with an error for missing until they beat again."""
+        for rank in ranks:
+            self._senders.pop(rank, None)
+            self._failed.add(rank)
 
     def forget(self, ranks: Iterable[int]) -> None:
         """Removes ranks that are gone."""
         for rank in ranks:
             self._senders.pop(rank, None)
+            self._failed.discard(rank)
+
+    def keep(self, is_known: Callable[[int], bool]) -> None:
+        """Remove all other ranks."""
+        self.forget([rank for rank in (*self._senders, *self._failed) if not is_known(rank)])

@@ -62,6 +62,12 @@ class RankProcesses(Persistent):
         """Return whether a rank sends heartbeats."""
         return self._heartbeats.knows(rank)
 
+    def end(self, ranks: Collection[int], *, failed: bool) -> None:
+        """Take that the processes of ranks have ended, after an error or not."""
+        self.forget(ranks)
+        if failed:
+            self._heartbeats.fail(ranks)
+
     def forget(self, ranks: Collection[int]) -> None:
         """Drop what is known of ranks."""
         self._heartbeats.forget(ranks)
@@ -73,6 +79,7 @@ class RankProcesses(Persistent):
     def keep(self, is_known: Callable[[int], bool]) -> None:
         """Drop what is known of all other ranks."""
         self.forget([rank for rank in self._newest if not is_known(rank)])
+        self._heartbeats.keep(is_known)
 
     def silent(self, now: float) -> list[int]:
         """Ranks whose heartbeats have stopped."""

@@ -87,6 +87,17 @@ def test_a_process_that_ends_with_an_error_has_failed_until_another_takes_its_pl
     assert (verdict.rank, verdict.status) == (5, Status.HEALTHY)
 
 
+def test_ranks_that_a_launcher_kills_after_the_error_of_others_have_not_failed() -> None:
+    detector = Detector(JOB)
+    for tick in range(60):
+        beat(detector, tick / 2, range(8))
+    failed = [v.rank for v in beat(detector, 30, range(5), left=True, error="RuntimeError: gone")]
+    detector = Detector.restore(JOB, detector.save())
+    assert [detector.check_alive(30 + tick / 2) for tick in range(600)] == [[]] * 600
+    stopped = [v.rank for v in detector.verdicts() if v.status is Status.FAIL_STOP]
+    assert stopped == failed == [0, 1, 2, 3, 4]
+
+
 def test_the_goodbye_of_a_process_that_was_replaced_is_ignored() -> None:
     detector = Detector(JOB)
     for tick in range(30):

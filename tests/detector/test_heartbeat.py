@@ -114,6 +114,33 @@ def test_a_silence_of_most_is_held_against_none_even_when_they_come_back_one_by_
     assert heartbeats.dead(219.0) == [9]
 
 
+@pytest.mark.parametrize(("ranks", "failed"), [(2, [1]), (3, [1]), (4, [1]), (4, [1, 2]), (9, [4])])
+def test_the_end_of_a_job_after_an_error_is_held_against_none(
+    ranks: int, failed: list[int]
+) -> None:
+    """The launcher kills the others, whose last beats came at different times."""
+    heartbeats, others = HeartbeatTracker(), [rank for rank in range(ranks) if rank not in failed]
+    for half in range(240):
+        for rank in range(ranks):
+            heartbeats.beat([rank], half / 2.0 + rank / ranks / 2.0)
+    heartbeats.fail(failed)
+    for tenth in range(1200, 4000):
+        assert heartbeats.dead(tenth / 10.0) == []
+    for second in range(400, 520):  # the job is started again, without one rank
+        heartbeats.beat([*failed, *others[1:]], float(second))
+    if ranks > 2:
+        assert heartbeats.dead(519.0) == [others[0]]
+
+
+def test_after_the_error_of_one_rank_the_death_of_another_is_found() -> None:
+    """In a job that goes on without it."""
+    heartbeats = beaten(range(8), 120.0)
+    heartbeats.fail([7])
+    for now in range(120, 180):
+        heartbeats.beat(range(6), float(now))
+    assert heartbeats.dead(179.0) == [6]
+
+
 def test_those_who_died_before_do_not_make_the_next_death_look_like_the_network() -> None:
     heartbeats, alive = beaten(range(8), 120.0), list(range(8))
     for round_, victim in enumerate([7, 3, 0, 5, 1, 2]):
