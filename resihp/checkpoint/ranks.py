@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from resihp.contracts import ContractError
 
@@ -77,13 +78,16 @@ class ProcessGroupRanks:
 
     Every rank of the world must construct it, as with `torch.distributed.new_group`.
 
-    timeout  of every collective call; a lost peer costs checkpoints and does not stop training
+    timeout  longest wait for a rank that comes late to a collective call, because it reads a
+             checkpoint from slow storage or evaluates: a group does not work any more after one
+             that came later. By default that of torch. A peer whose process has ended is noticed
+             at once; it costs checkpoints and does not stop training.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        timeout: timedelta = timedelta(seconds=60),
+        timeout: timedelta = default_pg_timeout,
     ) -> None:
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
         # One group for the caller's thread and one for the background: their calls must not mix.

@@ -23,7 +23,9 @@ from resihp.checkpoint import (
     LocalDisk,
     PeerMemory,
     SharedStorage,
+    vote,
 )
+from resihp.checkpoint.levels.level import CheckpointReader
 from resihp.checkpoint.restore import restore
 from resihp.testing.local_ranks import LocalRanks
 from tests.checkpoint.helpers import SlowDisk, run_python
@@ -335,3 +337,70 @@ def late(rank: int, folder: Path) -> None:
 
 def test_all_ranks_restore_the_newest_though_one_has_only_just_written_it(tmp_path: Path) -> None:
     on_two_ranks(tmp_path, late, tmp_path / "disk")
+
+
+TIMEOUTS = """
+import torch.distributed as dist
+from resihp.checkpoint import ProcessGroupRanks
+made, new_group = [], dist.new_group
+def recorded(*arguments, timeout, **named):
+    made.append(timeout.total_seconds())
+    return new_group(*arguments, timeout=timeout, **named)
+dist.new_group = recorded
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ranks = ProcessGroupRanks()
+assert ranks.gather(1) == ranks.gather_in_background(1) == [1]
+print(len(made), min(made))
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_may_read_or_evaluate_for_half_an_hour() -> None:
+    """Later than that it would break restores and votes for good; torch gives up then as well."""
+    assert run_python(TIMEOUTS) == "2 1800.0\n"
+
+
+def apart(rank: int, folder: Path) -> None:
+    """Rank 1 reads slowly, and comes to a vote after rank 0 has given up waiting for it."""
+    state = {f"part{rank}": torch.zeros(1000)}
+    saver = Checkpointer([ReadsSlowly(folder, 2.0 * rank)])
+    assert saver.save(0, state)
+    assert saver.wait(300)
+    saver.fence()
+    state[f"new{rank}"] = torch.zeros(500)
+    if rank == 0:
+        vote.PATIENCE_S = 0.5
+        assert not saver.save(1, state)
+        dist.barrier()
+        vote.PATIENCE_S = 60.0
+    else:
+        dist.barrier()
+        assert saver.save(1, state)
+    deadline = time.monotonic() + 300
+    while saver._votes.newest.version < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    saver.fence()
+    assert saver.wait(300)
+    assert saver.save(2, state)
+    saver.fence()
+    assert saver.wait(300)
+    dist.barrier()
+    assert [saver.restore(state).step for _ in range(2)] == [2, 2]
+    saver.close()
+
+
+class ReadsSlowly(LocalDisk):
+    """Takes `delay_s` to open a checkpoint."""
+
+    def __init__(self, folder: Path, delay_s: float) -> None:
+        super().__init__(folder)
+        self._delay_s = delay_s
+
+    def open(self, step: int) -> CheckpointReader:
+        time.sleep(self._delay_s)
+        return super().open(step)
+
+
+def test_ranks_that_drift_apart_save_and_restore(tmp_path: Path) -> None:
+    on_two_ranks(tmp_path, apart, tmp_path / "disk")
