@@ -3,7 +3,8 @@
     step-000000042/            complete: `.metadata`, and for each rank a file and its index
     .step-000000043.RUN.part/  being written. RUN names the start of the job and, after a dot, its
                                layout; another lineage of the same step has another RUN. Renamed to
-                               .ready.part when it is complete and about to be published.
+                               .ready.part when it is complete and about to be published; it is
+                               locked until then, so that what a killed process left is known.
     .step-000000040.retired/   deleted later; the next checkpoint overwrites its files, which spares
                                the file system the allocation
 
@@ -18,6 +19,7 @@ import fcntl
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 from resihp.contracts import CheckpointError, ContractError
@@ -100,32 +102,34 @@ class CheckpointFolder(Level):
         if not all((part / index_name(rank)).exists() for rank in own.in_folder):
             return
         claimed = part.with_suffix(".ready.part")
-        try:
-            os.rename(part, claimed)
-        except FileNotFoundError:
-            return  # another rank is publishing
-        indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.in_folder]
-        lineage = merged_lineage(index.lineage for index in indexes)
-        final = self.folder / step_name(own.step)
-        if _lineage(final).born > lineage.born:
-            shutil.rmtree(claimed, ignore_errors=True)  # belongs to an abandoned lineage
-            return
-        write_whole(claimed / LINEAGE, lineage_json(lineage))
-        publish_folder(claimed, final, to_metadata(indexes))
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(_locked(part))
+                os.rename(part, claimed)
+            except (FileNotFoundError, BlockingIOError):
+                return  # another rank is publishing
+            stack.callback(shutil.rmtree, claimed, ignore_errors=True)  # unless it is published
+            indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.in_folder]
+            lineage = merged_lineage(index.lineage for index in indexes)
+            final = self.folder / step_name(own.step)
+            if _lineage(final).born > lineage.born:
+                return  # belongs to an abandoned lineage
+            write_whole(claimed / LINEAGE, lineage_json(lineage))
+            publish_folder(claimed, final, to_metadata(indexes))
         self._drop_old(own)
 
     def _drop_old(self, published: FileIndex) -> None:
         """Retire all but the best `keep` checkpoints, and delete those retired before.
 
-        Older unfinished checkpoints of this lineage are deleted too: every rank is past them.
+        Older unfinished checkpoints of this job are deleted too: every rank is past them, but one
+        of a former layout that is publishing one right now.
         """
         self._delete_retired()
         self._retire_expired(self._keep, spared=published.step)
         for path in self._parts_of(published.run):
             step = step_of(path.name.split(".")[1])
-            is_ready = path.name.endswith(".ready.part")
-            if step is not None and step < published.step and not is_ready:
-                shutil.rmtree(path, ignore_errors=True)
+            if step is not None and step < published.step:
+                _delete_unpublished(path)
 
     def _retire_expired(self, keep: int, *, spared: int = -1) -> None:
         """Retire all but the best `keep` checkpoints and the one of step `spared`."""
@@ -209,6 +213,36 @@ def _delete(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _delete_unpublished(part: Path) -> None:
+    """Delete an unfinished checkpoint, unless a rank is publishing it right now."""
+    with contextlib.suppress(OSError), _locked(part) as is_locked:
+        if is_locked or not part.name.endswith(".ready.part"):
+            shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder, whatever its name becomes, until the end of the block or of the process.
+
+    Yields False if the file system knows no locks. Raises `BlockingIOError` if another thread or
+    process has locked it, and `FileNotFoundError`.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        is_locked = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            is_locked = False
+        yield is_locked
+    finally:
+        with contextlib.suppress(OSError):  # closing is not enough if a child was forked meanwhile
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
 
 def _is_read_elsewhere(path: Path) -> bool:
