@@ -6,10 +6,12 @@ import errno
 import fcntl
 import os
 from pathlib import Path
+from threading import Event
 
 import pytest
+import torch
 
-from resihp.checkpoint import Checkpointer, IndependentRank, LocalDisk
+from resihp.checkpoint import Checkpointer, IndependentRank, LocalDisk, ShardedTensorPiece
 from resihp.checkpoint.levels import checkpoint_folder
 from tests.checkpoint.helpers import assert_stamped, back_from, stamped
 
@@ -60,3 +62,39 @@ def test_what_a_killed_rank_was_publishing_is_deleted_later(tmp_path: Path) -> N
         os.close(publishing)
         save(saver, 4)
     assert {path.name for path in tmp_path.glob(".*.part")} == {".step-000000009.job.2.ready.part"}
+
+
+def test_a_rank_whose_folder_another_one_publishes_at_once_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 publishes while rank 0 has its index in place and has not yet synced the folder."""
+    real, is_written, is_published = checkpoint_folder.write_whole, Event(), Event()
+
+    def write_whole(path: Path, content: bytes) -> None:
+        real(path, content)
+        if path.name == "__0.index.json":
+            is_written.set()
+            assert is_published.wait(300)
+
+    monkeypatch.setattr(checkpoint_folder, "write_whole", write_whole)
+    savers = [
+        Checkpointer([LocalDisk(tmp_path)], ranks=IndependentRank(rank, (0, 1), "run"))
+        for rank in (0, 1)
+    ]
+    try:
+        for rank, saver in enumerate(savers):
+            row = ShardedTensorPiece("w", (2, 1000), (rank, 0), torch.full((1, 1000), 7.0))
+            saver.save(1, [row])
+            saver.fence()
+            assert rank or is_written.wait(300)
+        assert savers[1].wait(300)
+        is_published.set()
+        assert savers[0].wait(300)
+    finally:
+        is_published.set()
+        for saver in savers:
+            saver.close(300)
+    for saver in savers:
+        counters = saver.counters.levels[str(tmp_path)]
+        assert (counters.saved, counters.failed) == (1, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]

@@ -27,7 +27,7 @@ from resihp.contracts import CheckpointError, ContractError
 from ..format.index import FileIndex, read_index
 from ..format.metadata import LINEAGE, METADATA, by_rank, data_name, index_name, to_metadata
 from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_lineage, read_lineage
-from .direct_file import DirectFile, sync_folder, write_whole
+from .direct_file import DirectFile, sync_folder, synced_folder, write_whole
 from .level import CheckpointReader, Level, valid_keep
 
 _PREFIX = "step-"
@@ -50,9 +50,12 @@ def part_folder(final: Path, run: str) -> Path:
 
 
 def write_index(part: Path, index: FileIndex) -> None:
-    """Write the index of a rank's file; file and index are on the medium when this returns."""
-    write_whole(part / index_name(index.rank), index.to_json().encode())
-    sync_folder(part)
+    """Write the index of a rank's file; file and index are on the medium when this returns.
+
+    A rank that sees the index may publish the folder, which changes its name, before this returns.
+    """
+    with synced_folder(part):
+        write_whole(part / index_name(index.rank), index.to_json().encode())
 
 
 def publish_folder(part: Path, final: Path, metadata: bytes) -> None:

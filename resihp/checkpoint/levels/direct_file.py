@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..format.checksum import ROW_BYTES
@@ -98,8 +99,19 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def sync_folder(path: Path) -> None:
     """Wait until the entries of a folder are on the medium."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with synced_folder(path):
+        pass
+
+
+@contextlib.contextmanager
+def synced_folder(path: Path) -> Iterator[None]:
+    """Wait, after the block, until the entries of a folder are on the medium.
+
+    The folder may get another name in the block, or be deleted.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        yield
         os.fsync(fd)
     finally:
         os.close(fd)
