@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import torch
 
 from resihp.checkpoint import Checkpointer, Level, LocalDisk, vote
 from resihp.checkpoint.counters import ProblemLog
+from resihp.checkpoint.levels import local_disk
 from resihp.checkpoint.ranks import SaveItem
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 from resihp.contracts import CheckpointError
@@ -164,6 +166,34 @@ def test_a_level_that_one_rank_is_behind_with_goes_without(
     assert [disk.steps() for disk in free] == [[5, 6], [5, 6]]
     assert [disk.steps() for disk in held] == [[1, 2], [0, 1]]
     held[1].may_write.set()
+
+
+def test_a_full_disk_keeps_the_step_that_the_other_node_has(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has room for two: it makes none for checkpoints that rank 1 does not take part in."""
+    disks, write_file = [Disk(tmp_path, rank) for rank in RANKS], local_disk.write_file
+    pair = Pair(lambda rank: [disks[rank]], stack)
+    pair.save(0)
+    pair.save(1)
+
+    def full(checkpoint: InFlightCheckpoint, target: Path, level: str) -> None:
+        if level == disks[0].name and len(disks[0].steps()) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file(checkpoint, target, level)
+
+    monkeypatch.setattr(local_disk, "write_file", full)
+    monkeypatch.setattr(local_disk, "_free_bytes", lambda folder: 0)
+    pair.save(2)
+    assert [disk.steps() for disk in disks] == [[0, 1], [1, 2]]
+    disks[1].may_write.clear()
+    pair.save(3, waiting=(0,))
+    pair.save(4, waiting=(0,))
+    assert [disk.steps() for disk in disks] == [[1, 3], [1, 2]], "both have step 1"
+    disks[1].may_write.set()
+    assert pair.savers[1].wait(60)
+    pair.save(5)
+    assert [disk.steps() for disk in disks] == [[3, 5], [3, 5]]
 
 
 def test_close_keeps_what_a_lost_rank_has_not_voted_on(

@@ -56,7 +56,7 @@ class LocalDisk(CheckpointFolder):
         if me.rank == min(self._ranks or me.ranks) and self._swept_for != me.lineage.run:
             self._sweep(me.lineage.run)
         self._swept_for = me.lineage.run
-        self._make_room()
+        self._make_room(checkpoint)
         part = part_folder(self.folder / step_name(me.step), me.lineage.run)
         target = part / data_name(me.rank)
         try:
@@ -82,12 +82,20 @@ class LocalDisk(CheckpointFolder):
             self._fits = len(self.checkpoints())
             self._enough_bytes = _free_bytes(self.folder) + nbytes
 
-    def _make_room(self) -> None:
-        """On a full disk, retire the oldest checkpoints first; at least one stays."""
+    def _make_room(self, checkpoint: InFlightCheckpoint) -> None:
+        """On a full disk, retire the oldest checkpoints first; at least one stays.
+
+        Nodes are at most one checkpoint apart: where there are several, the last but one stays
+        until all ranks are known to put this one, and thus to have the one before.
+        """
         if self._fits and _free_bytes(self.folder) >= self._enough_bytes:
             self._fits = 0
-        if self._fits:
-            self._retire_expired(max(1, self._fits - 1))
+        if not self._fits:
+            return
+        keep = max(1, self._fits - 1)
+        if keep == 1 and self._ranks and not set(self._ranks) >= set(checkpoint.identity.ranks):
+            checkpoint.await_agreement(self.name)
+        self._retire_expired(keep)
 
 
 def write_file(checkpoint: InFlightCheckpoint, target: Path, level: str) -> None:
