@@ -19,9 +19,14 @@ import torch
 import torch.distributed as dist
 
 from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, PeerMemory
+from resihp.checkpoint.format.checksum import checksum
+from resihp.checkpoint.format.index import FileIndex
+from resihp.checkpoint.history import Lineage
+from resihp.checkpoint.levels import peer_server
 from resihp.checkpoint.levels.host_memory import ImageStore
 from resihp.checkpoint.levels.peer_server import Connection, PeerServer
 from resihp.checkpoint.restore import restore
+from resihp.checkpoint.staging.host_buffer import HostBuffer
 from resihp.contracts import CheckpointError, ContractError
 from resihp.testing.local_ranks import LocalRanks
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
@@ -291,3 +296,45 @@ def test_a_closed_server_ends_its_thread() -> None:
     server.close()
     accepting.join(60)
     assert not accepting.is_alive()
+
+
+def send_image(connection: Connection, rank: int, step: int, nbytes: int) -> None:
+    content = bytes([step]) * nbytes
+    sums = (checksum([memoryview(content)]),)
+    index = FileIndex(
+        step, rank, Lineage("run", 1, 0), (0, 1), (), nbytes, file_bytes=nbytes, checksums=sums
+    )
+    connection.send(do="put", tensor_bytes=nbytes)
+    connection.send_bytes(memoryview(content))
+    connection.send(index=index.to_json())
+    connection.receive()
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_buffers_are_reused_by_senders_of_unequal_images(
+    keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    class Recorded(HostBuffer):
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(nbytes)
+            made.append(nbytes)
+
+    monkeypatch.setattr(peer_server, "HostBuffer", Recorded)
+    store = ImageStore(keep)
+    server = PeerServer(store, ImageStore(1), ("127.0.0.1", 0), "t", 60.0)
+    try:
+        with contextlib.closing(Connection.to(server.address, "t", 60)) as connection:
+            for step in range(8):
+                for rank, nbytes in enumerate((1000, 2000)):
+                    send_image(connection, rank, step, nbytes)
+            assert sorted(made) == [1000] * (keep + 1) + [2000] * (keep + 1)
+            made.clear()
+            for step in range(8, 12):
+                for rank in (0, 1):
+                    send_image(connection, rank, step, 1500)
+            assert made == [1500] * (2 * keep + 1)
+            assert {size for size, free in server._free.items() if free} == {1500}
+    finally:
+        server.close()

@@ -13,7 +13,7 @@ import json
 import resource
 import socket
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -104,7 +104,7 @@ class PeerServer:
 
     One thread accepts connections, one more serves each connection. A client that comes while the
     process is out of files or threads waits or is disconnected; the server goes on. Image buffers
-    are reused; for each sender there is one more than its stored images.
+    are reused by images of the same size; for each sender there is one more than its stored images.
 
     store   images of other ranks
     own     images of this rank, served as well
@@ -118,6 +118,7 @@ class PeerServer:
     ) -> None:
         self._store, self._own, self.token, self._idle_s = store, own, token, idle_s
         self._free: dict[int, list[HostBuffer]] = defaultdict(list)
+        self._used = Counter[int]()
         self._connections: set[Connection] = set()
         self._lock, self._is_closed, self._problems = Lock(), Event(), ProblemLog()
         _allow_open_files(_OPEN_FILES)
@@ -219,14 +220,24 @@ class PeerServer:
     def _take_buffer(self, nbytes: int) -> HostBuffer:
         with self._lock:
             free = self._free[nbytes]
-            self._free = defaultdict(list, {nbytes: free})  # drops buffers of former layouts
-            if free:
-                return free.pop()
-        return HostBuffer(nbytes)
+            buffer = free.pop() if free else None
+        buffer = buffer or HostBuffer(nbytes)
+        with self._lock:
+            self._used[nbytes] += 1
+        return buffer
 
     def _return_buffer(self, buffer: HostBuffer) -> None:
+        """Keep a buffer for the next image of its size, if a sender of such images needs one more.
+
+        What is kept of the sizes of former layouts goes as their images do.
+        """
+        nbytes = len(buffer.view)
         with self._lock:
-            self._free[len(buffer.view)].append(buffer)
+            self._used[nbytes] -= 1
+            free = self._free[nbytes]
+            free.append(buffer)
+            senders = -(-self._used[nbytes] // self._store.keep)
+            del free[senders:]
 
 
 def _listen(address: Address) -> socket.socket:
