@@ -42,6 +42,7 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
     given, a worker, and `settings.processes` API processes on one listening socket. At the end it
     stops them in reverse order. `adapters` is called in the worker's process.
     """
+    _check_start(settings)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -83,6 +84,15 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
             if redis is not None:
                 redis.revive()
             time.sleep(_POLL_S)  # not `stop.wait`, whose lock the signal handler would need
+
+
+def _check_start(settings: Settings) -> None:
+    """Raise `StartError` for what would end the sidecar right after its start."""
+    file, parent = settings.ready_file, settings.parent
+    if file is not None and not os.access(file.absolute().parent, os.W_OK):
+        raise StartError(f"cannot write {file}; choose another --ready-file")
+    if parent is not None and os.getppid() != parent:
+        raise StartError(f"process {parent} is not the parent of this one; leave out --parent")
 
 
 def _is_over(stop: threading.Event, parent: int | None) -> bool:
@@ -157,7 +167,8 @@ def _bind(settings: Settings) -> socket.socket:
     except OSError as error:
         listener.close()
         where = f"{settings.host}:{settings.port}"
-        raise StartError(f"cannot bind {where}: {error.strerror}; choose another --port") from None
+        other = "--host" if isinstance(error, socket.gaierror) else "--port"
+        raise StartError(f"cannot bind {where}: {error.strerror}; choose another {other}") from None
     return listener
 
 

@@ -48,13 +48,15 @@ def plan_command(
     ] = None,
 ) -> None:
     """Read the job, plan it and print the plan."""
-    from resihp.contracts import Action, InfeasibleError
+    from resihp.contracts import Action, ContractError, InfeasibleError
     from scheduler import parse_job, plan_front
     from scheduler.switching_rule import with_restart
 
     with readable("plan"):
         job = parse_job(job_file.read_text(encoding="utf-8"))
         known = read_speeds(speeds)
+        if time_limit is not None and not time_limit > 0:
+            raise ContractError("time-limit", "must be above 0")
     if job.actions == (Action.NOTIFY,):
         _print_advice(job, known, as_json=json)
         return
@@ -76,6 +78,8 @@ def read_speeds(given: str) -> dict[int, float]:
 
     text = given
     if not given.lstrip().startswith(("{", "[")):
+        if not Path(given).is_file():
+            raise ContractError("speeds", f"{given!r} is neither JSON nor a file")
         text = Path(given).read_text(encoding="utf-8")
     try:
         document = loads(text)
@@ -179,7 +183,7 @@ def _print_plan(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, fl
         console.print("Without a change the job cannot run.", highlight=False)
     else:
         present_ms, decision = compared
-        gain = present_ms / plan.step_ms - 1.0
+        gain = max(present_ms / plan.step_ms - 1.0, 0.0)  # the simulator's last digits
         console.print(
             f"Without a change {present_ms:.1f} ms per step; the plan is {gain:.1%} faster."
         )

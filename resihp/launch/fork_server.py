@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import IO, Any
 
 from .options import Command
@@ -32,6 +32,7 @@ from .preloading import can_be_preloaded, preload, top_level_imports
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo")  # the first update imports the last
 _EVENT_BYTES = 1 << 10
 _MOST_DESCRIPTORS = 3
+_CLOSE_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -120,11 +121,11 @@ class ForkServer:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the server and all its processes."""
+        """End the server and all its processes: it kills them, or they end with it."""
         self._socket.close()
         try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:  # it imports a module of the script
             self._process.kill()
             self._process.wait()
 
@@ -331,10 +332,28 @@ class _Task:
         if "numpy" in sys.modules:  # its state is that of the server; `random` reseeds itself
             sys.modules["numpy"].random.seed()
         sys.argv, sys.path[0] = arguments, _folder_of(command)
+        _show_tracebacks_of_the_script()
         if command.kind == "module":
             runpy.run_module(command.target, run_name="__main__", alter_sys=True)
         else:
             _run_script(command.target)
+
+
+def _show_tracebacks_of_the_script() -> None:
+    """Leave out the frames before the script's first one, of which its author knows nothing."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        first = frame = trace
+        while frame is not None:
+            is_of_runpy = frame is first and frame.tb_frame.f_globals.get("__name__") == "runpy"
+            if is_of_runpy or frame.tb_frame.f_code.co_filename == __file__:
+                first = frame.tb_next
+            frame = frame.tb_next
+        shown = first or trace
+        previous(kind, error.with_traceback(shown), shown)
+
+    sys.excepthook = hook
 
 
 def _run_script(path: str) -> None:

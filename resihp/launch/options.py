@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import socket
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -46,6 +49,17 @@ class Command:
     target: str
     kind: str
     arguments: tuple[str, ...] = ()
+
+    @property
+    def refusal(self) -> str | None:
+        """Reason for which it cannot be started on this node, or None."""
+        if self.kind == "script":
+            return None if Path(self.target).is_file() else f"{self.target}: no such file"
+        if self.kind == "program":
+            return None if shutil.which(self.target) else f"{self.target}: no such program"
+        package = self.target.partition(".")[0]
+        is_known = PathFinder.find_spec(package, [os.getcwd()]) or find_spec(package)
+        return None if is_known else f"{package}: no such module"
 
 
 @dataclass(frozen=True)

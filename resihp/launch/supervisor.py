@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("resihp.launch")
 _TOLD_STATUSES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Ends of ranks that were told to end, other than 0."""
+_WRONG_USE = 2  # as argparse's
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,11 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 if a rank completed the job and those that did not were killed or given up by the others;
     after a notice that the node is about to be taken away 128 + the number of the signal, or of
-    SIGTERM for another notice; otherwise the status of the first rank that failed, with its last
-    lines on stderr.
+    SIGTERM for another notice; 2 if there is no such script; otherwise the status of the first rank
+    that failed, with its last lines on stderr.
     """
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     options = Options.parse(arguments)
+    if options.command.refusal is not None:
+        _log.error("%s", options.command.refusal)
+        return _WRONG_USE
     notice = PreemptionNotice(
         options.preemption_file, options.preemption_url, window_s=options.preemption_s
     )
@@ -62,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return supervisor.run()
         except KeyboardInterrupt:
+            _log.error("interrupted: the ranks are killed")
             return 128 + signal.SIGINT
         except FencedOutError as error:
             _log.error("%s", error)

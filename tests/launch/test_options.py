@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from resihp.cli import _run
 from resihp.launch.options import Command, Options
+from resihp.launch.supervisor import main
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +116,29 @@ def test_the_command_passes_everything_on(line: str, monkeypatch: pytest.MonkeyP
     done = CliRunner().invoke(_run.app, ["run", *line.split()])
     assert done.exit_code == 5, done.output
     assert given == line.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("nothing.py", "nothing.py: no such file"),
+        ("-m nothing.train", "nothing: no such module"),
+        ("--no-python nothing-to-run", "nothing-to-run: no such program"),
+    ],
+)
+def test_a_command_that_is_not_there_is_refused_before_anything_starts(
+    line: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(line.split()) == 2
+    assert words in caplog.text
+
+
+def test_commands_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for target, kind in (
+        ("train.py", "script"), ("mine.train", "module"), ("json.tool", "module"),
+        ("resihp.launch", "module"), ("sh", "program"),
+    ):  # fmt: skip
+        assert Command(target, kind).refusal is None, target

@@ -7,10 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+from pydantic import SecretStr
 from test_recovery import assert_all_applied_once, send
 
-from service import Sidecar
+from service import Settings, Sidecar, StartError
+from service.server import _bind, serve
 from service.supervisor import restart_delay_s
 from tests.service.conftest import FAKES, Http, children, eventually, job_of, redis_pids
 
@@ -129,6 +133,25 @@ def test_a_worker_that_cannot_start_ends_the_sidecar_with_its_reason(tmp_path: P
     )  # fmt: skip
     assert done.stderr.splitlines()[-1] == "no detector"
     assert redis_pids(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ready_file": "/nonexistent/ready"}, "--ready-file"),
+        ({"parent": 2**22 + 1}, "is not the parent"),
+    ],
+)
+def test_what_would_end_the_sidecar_at_once_is_said_before_it_starts(
+    tmp_path: Path, options: dict[str, Any], words: str
+):
+    with pytest.raises(StartError, match=words):
+        serve(Settings(port=0, data=tmp_path, redis_url="redis://none.invalid", **options))
+
+
+def test_a_host_without_an_address_is_named(tmp_path: Path):
+    with pytest.raises(StartError, match="choose another --host"):
+        _bind(Settings(port=0, data=tmp_path, host="no.such.host.invalid", token=SecretStr("x")))
 
 
 def test_a_process_that_dies_again_and_again_is_started_less_often():
