@@ -5,16 +5,21 @@
     dcp.async_save(state, storage_writer=writer)             # lazy copy; fence before
     writer.attach(optimizer)                                 # the optimizer's next step
 
-DCP plans and coordinates; the files are the same as those of the levels.
+DCP plans and coordinates; the files are the same as those of the levels. What a killed or failed
+save has not published is deleted at the next save of the same name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
+import re
+import shutil
 import threading
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as PythonFuture
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +44,14 @@ from .format.checksum import ROW_BYTES
 from .format.metadata import data_name
 from .format.shard_file import ShardFile, ShardSpec, object_section
 from .history import Lineage
-from .levels.checkpoint_folder import part_folder, publish_folder, step_of, write_index
-from .levels.local_disk import write_file
+from .levels.checkpoint_folder import (
+    delete_retired,
+    part_folder,
+    publish_folder,
+    step_of,
+    write_index,
+)
+from .levels.local_disk import discard_file, write_file
 from .ranks import IndependentRank
 from .staging.host_cache import HostCache
 from .staging.in_flight import NO_FENCE_EXPECTED, InFlightCheckpoint, ShardIdentity
@@ -62,6 +73,16 @@ class _Assignment:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One save, as its coordinator names it; lives as long as the save may still be published."""
+
+    name: str
+
+
+_runs: weakref.WeakSet[_Run] = weakref.WeakSet()
+
+
 class _CurrentSave(threading.local):
     """The save of the current thread: torch runs all of a save in one thread.
 
@@ -69,7 +90,7 @@ class _CurrentSave(threading.local):
     """
 
     path: Path | None = None
-    run = ""
+    run: _Run | None = None
 
 
 class LazyWriter(StorageWriter, AsyncStager):
@@ -142,7 +163,7 @@ class LazyWriter(StorageWriter, AsyncStager):
         """Begin a new save."""
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id)
-        self._save.path = self._path
+        self._save.path, self._save.run = self._path, None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
@@ -151,10 +172,15 @@ class LazyWriter(StorageWriter, AsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give all ranks a common name of the unpublished folder."""
-        run, ranks = uuid.uuid4().hex[:12], tuple(range(len(plans)))
+        """Give all ranks a common name of the unpublished folder; delete those of former saves."""
+        run, ranks = _Run(f"dcp-{uuid.uuid4().hex[:12]}"), tuple(range(len(plans)))
         self._save.run = run
-        return [replace(p, storage_data=_Assignment(run, i, ranks)) for i, p in enumerate(plans)]
+        _runs.add(run)
+        _sweep(self.checkpoint_id)
+        return [
+            replace(plan, storage_data=_Assignment(run.name, rank, ranks))
+            for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors into one file, large ones from their own memory."""
@@ -170,8 +196,10 @@ class LazyWriter(StorageWriter, AsyncStager):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for each in results for r in each}
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint_id))
-        part = part_folder(self.checkpoint_id, self._save.run)
+        assert self._save.run is not None, "planned in this thread"
+        part = part_folder(self.checkpoint_id, self._save.run.name)
         publish_folder(part, self.checkpoint_id, pickle.dumps(metadata))
+        delete_retired(self.checkpoint_id)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assigned: _Assignment = plan.storage_data
@@ -195,11 +223,15 @@ class LazyWriter(StorageWriter, AsyncStager):
             pace=NO_FENCE_EXPECTED,
         )
         part = part_folder(self.checkpoint_id, assigned.run)
-        part.mkdir(parents=True, exist_ok=True)
         name = data_name(assigned.rank)
-        write_file(checkpoint, part / name, _READER)
-        index = checkpoint.index()
-        write_index(part, index)
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            write_file(checkpoint, part / name, _READER)
+            index = checkpoint.index()
+            write_index(part, index)
+        except BaseException:
+            discard_file(part / name)
+            raise
         written: Future[list[WriteResult]] = Future()
         written.set_result(
             [
@@ -208,6 +240,17 @@ class LazyWriter(StorageWriter, AsyncStager):
             ]
         )
         return written
+
+
+def _sweep(final: Path) -> None:
+    """Delete what saves of this name have left that were killed or have failed."""
+    alive = {run.name for run in _runs}
+    name = re.compile(re.escape(f".{final.name}.") + r"(dcp-[0-9a-f]{12})\.part")
+    with contextlib.suppress(OSError):
+        for path in list(final.parent.iterdir()):
+            found = name.fullmatch(path.name)
+            if found is not None and found[1] not in alive:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,7 @@ def test_a_save_in_place_of_another(tmp_path: Path) -> None:
     for step in range(3):
         dcp.save(stamped(step), checkpoint_id=tmp_path / "latest", storage_writer=writer)
         assert_stamped(load(tmp_path / "latest"), step)
+        assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
 def test_a_save_that_fails_leaves_the_one_before(
@@ -56,6 +61,55 @@ def test_a_save_that_fails_leaves_the_one_before(
     with pytest.raises(CheckpointException, match="no room"):
         dcp.save(stamped(2), storage_writer=writer)
     assert_stamped(load(tmp_path / "latest"), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+KILLED = """
+import os, signal, sys, torch
+import torch.distributed.checkpoint as dcp
+from resihp.checkpoint import LazyWriter
+class Killed(LazyWriter):
+    def finish(self, *arguments, **named):
+        os.kill(os.getpid(), signal.SIGKILL)
+dcp.save({"a": torch.ones(1000)}, storage_writer=Killed(sys.argv[1]), no_dist=True)
+"""
+
+
+def test_what_a_killed_save_left_is_deleted_by_the_next_of_its_name(tmp_path: Path) -> None:
+    for name in ("latest", "latest.old", "other"):
+        command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path / name)]
+        killed = subprocess.run(command, check=False, timeout=300)
+        assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 3
+    dcp.save(stamped(1), storage_writer=LazyWriter(tmp_path / "latest"))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert [name.split(".dcp-")[0] for name in left] == [".latest.old", ".other", "latest"]
+
+
+def test_a_save_that_is_about_to_be_published_survives_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are of the same name."""
+    finish, is_first, has_planned = LazyWriter.finish, [True], threading.Event()
+
+    def late(*arguments: Any, **named: Any) -> None:
+        if is_first and is_first.pop():
+            assert has_planned.wait(300)
+        finish(*arguments, **named)
+
+    monkeypatch.setattr(LazyWriter, "finish", late)
+    writer = LazyWriter(tmp_path / "latest")
+    first = dcp.async_save(stamped(1), storage_writer=writer)
+    deadline = time.monotonic() + 300
+    while is_first:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    dcp.async_save(stamped(2), storage_writer=writer).upload_completion.result(timeout=300)
+    assert_stamped(load(tmp_path / "latest"), 2)
+    has_planned.set()
+    first.upload_completion.result(timeout=300)
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    writer.close()
 
 
 def test_async_save_holds_the_step_it_was_called_at(tmp_path: Path) -> None:

@@ -68,6 +68,11 @@ def publish_folder(part: Path, final: Path, metadata: bytes) -> None:
     sync_folder(final.parent)
 
 
+def delete_retired(final: Path) -> None:
+    """Delete the checkpoint in whose place another one has been published as `final`."""
+    _delete(_retired_folder(final))
+
+
 class CheckpointFolder(Level):
     """Checkpoints in a folder: those that are complete, unfinished and retired."""
 
@@ -203,8 +208,12 @@ def _lineage(folder: Path) -> Lineage:
     return merged_lineage(index.lineage for index in indexes)
 
 
+def _retired_folder(final: Path) -> Path:
+    return final.with_name(f".{final.name}.retired")
+
+
 def _retire(folder: Path) -> None:
-    retired = folder.with_name(f".{folder.name}.retired")
+    retired = _retired_folder(folder)
     _delete(retired)
     os.rename(folder, retired)
 

@@ -70,7 +70,7 @@ class LocalDisk(CheckpointFolder):
                 checkpoint.await_agreement(self.name)
             self._publish(part, replace(checkpoint.index(), beside=self._ranks))
         except BaseException as problem:
-            _discard(target)
+            discard_file(target)
             if isinstance(problem, OSError) and problem.errno in _FULL:
                 self._note_full(checkpoint.file.nbytes)
             raise
@@ -190,7 +190,7 @@ def _create(target: Path) -> None:
             return target.touch()
 
 
-def _discard(target: Path) -> None:
+def discard_file(target: Path) -> None:
     """Delete an unfinished file, and its folder if that is empty."""
     with contextlib.suppress(OSError):
         target.unlink(missing_ok=True)
