@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -71,6 +73,7 @@ class StateTransfer:
             on_transfer=on_transfer,
         )
         self._error: Exception | None = None
+        self._is_copied = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -105,12 +108,7 @@ class StateTransfer:
 
         Raises `PeerLostError` if a peer is lost.
         """
-        if self._thread is None:
-            self._copy_state()
-        else:
-            self._thread.join()
-            if self._error is not None:
-                raise self._error
+        self._await_copy()
         if self._generation.lost is None:
             total = self._engine.total if self._engine is not None else None
             self._generation.total = self._move_total(total)
@@ -141,10 +139,22 @@ class StateTransfer:
         except CheckpointError as error:
             raise StateLostError(f"{missing}; {error}") from error
 
-    def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        try:
+    def _await_copy(self) -> None:
+        """Wait for parameters and moments; raise what has kept this rank from copying them."""
+        if self._thread is None:
             self._copy_state()
+            return
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if not self._is_copied:
+            raise RuntimeError("the transfer of parameters and moments has ended before its time")
+
+    def _run(self) -> None:
+        try:
+            _lower_priority()
+            self._copy_state()
+            self._is_copied = True
         except PeerLostError as error:
             self._error = PeerLostError(str(error))  # the traceback would keep the state
         except Exception as error:  # noqa: BLE001 - raised by `finish`
@@ -206,6 +216,15 @@ class StateTransfer:
             for param in unshared(new.shard, old):
                 if param in old.ranges:
                     yield param, old.ranges[param], new.ranges[param]
+
+
+def _lower_priority() -> None:
+    """Leave the cores to the training thread (Linux), as far as this process may."""
+    # As `resihp.checkpoint` does, which needs packages that a job without checkpoints lacks.
+    if sys.platform == "linux":
+        with suppress(OSError):  # a new niceness may be refused
+            niceness = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def distribute_replicated_state(
