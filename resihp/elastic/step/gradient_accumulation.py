@@ -45,17 +45,16 @@ class GradientSum:
     def __init__(self, tensors: Mapping[Param, nn.Parameter], microbatches: int) -> None:
         self.losses: dict[int, float] = {}
         self._tensors, self._microbatches = tensors, microbatches
-        self._begun: set[int] = set()
-        self._is_torn = False
+        self._partial: set[int] = set()
 
     @property
     def finished(self) -> Spans:
-        """Microbatches in the sum; none if a backward pass was interrupted."""
-        return () if self._is_torn else spans(self.losses)
+        """Microbatches in the sum; none if it holds a part of one that is not finished."""
+        return () if self._partial else spans(self.losses)
 
     def start(self, parts: Parts, losses: Mapping[int, float]) -> None:
         """Begin a step, or its remainder, with `parts` of it. Their memory is reused."""
-        self.losses, self._is_torn = dict(losses), False
+        self.losses, self._partial = dict(losses), set()
         for tensor in self._tensors.values():
             tensor.grad = None
         self._take(parts)
@@ -63,14 +62,17 @@ class GradientSum:
     @contextmanager
     def adding(self, microbatch: int) -> Iterator[None]:
         """Enclose a backward pass (of one chunk, or one half of it) of `microbatch`."""
-        torn_before, self._is_torn = self._is_torn, True
+        is_new, before = microbatch not in self._partial, self._writes()
+        self._partial.add(microbatch)  # an interrupted pass may have added as well
         yield
-        self._is_torn = torn_before
+        if is_new and self._writes() == before:
+            self._partial.remove(microbatch)  # first half of a pass, which leaves the weights alone
 
     def finish(self, microbatch: int, loss: float) -> None:
         """Count `microbatch`, whose passes are done; `loss` is this rank's part of the mean."""
         assert microbatch not in self.losses, f"microbatch {microbatch} is summed twice"
         self.losses[microbatch] = loss
+        self._partial.discard(microbatch)
 
     def parts(self) -> Parts:
         """Return the sums, to be moved or reduced."""
@@ -84,6 +86,11 @@ class GradientSum:
                 tensor.grad = torch.zeros_like(tensor)
             gradients[param] = tensor.grad
         return gradients
+
+    def _writes(self) -> list[tuple[int, int] | None]:
+        """Return the identity of each gradient, with the number of in-place writes to it."""
+        gradients = (tensor.grad for tensor in self._tensors.values())
+        return [None if one is None else (id(one), one._version) for one in gradients]
 
     def _take(self, parts: Parts) -> None:
         for _, gradients in parts:
