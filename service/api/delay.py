@@ -53,6 +53,11 @@ class WaitingRequests:
     def __len__(self) -> int:
         return len(self._since_s)
 
+    def remove_unless_oldest(self, key: Hashable) -> None:
+        """Drop a request that an older one speaks for."""
+        if key != next(iter(self._since_s), key):
+            self.remove(key)
+
     @property
     def oldest_s(self) -> float:
         """Age of the oldest one in seconds; 0 if there is none."""
@@ -82,13 +87,15 @@ class DelayReporter:
 
     async def run(self) -> None:
         """Report until cancelled."""
+        probing = set[asyncio.Task[None]]()
         async with asyncio.TaskGroup() as tasks:
             number = 0
             while True:
-                if self._address is not None and len(self._probes) < _MOST_PROBES:
+                probing = {task for task in probing if not task.done()}
+                if self._address is not None and len(probing) < _MOST_PROBES:
                     number += 1
                     self._probes.add(number)
-                    tasks.create_task(self._probe(*self._address))
+                    probing.add(tasks.create_task(self._probe(number, *self._address)))
                 await asyncio.sleep(REPORT_EVERY_S if self._is_reached else _FIRST_EVERY_S)
                 if self._is_reached:
                     await self._report(max(self._requests.oldest_s, self._probes.oldest_s))
@@ -104,8 +111,8 @@ class DelayReporter:
         except redis.RedisError as error:
             log.debug("delay not reported", error=str(error))
 
-    async def _probe(self, host: str, port: int) -> None:
-        """Send a probe. One that fails waits until a later one is answered."""
+    async def _probe(self, number: int, host: str, port: int) -> None:
+        """Send a probe. The first one that fails waits until a later one is answered."""
         sent_s = time.monotonic()
         with contextlib.suppress(OSError):  # time-outs are
             async with asyncio.timeout(_PROBE_S):
@@ -115,3 +122,4 @@ class DelayReporter:
                     if await reader.read(1):
                         self._probes.remove_until(sent_s)
                         self._is_reached = True
+        self._probes.remove_unless_oldest(number)

@@ -195,6 +195,28 @@ end
 return 1
 """
 
+# KEYS: lease, meta and message stream of each job
+# ARGV: group, worker, most messages of a job, token and generation of each job
+# Returns for each job that has new messages its number and the messages; none of those whose token
+# or generation is not the present one, as who reads messages takes them from everybody else.
+READ = """
+local found = {}
+for job = 1, #KEYS / 3 do
+  local lease, meta, stream = KEYS[3 * job - 2], KEYS[3 * job - 1], KEYS[3 * job]
+  if redis.call('GET', lease) == ARGV[2 * job + 2]
+      and redis.call('HGET', meta, 'generation') == ARGV[2 * job + 3] then
+    local answer = redis.pcall(
+      'XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', ARGV[3], 'STREAMS', stream, '>')
+    if answer and answer.err then
+      if not string.find(answer.err, 'NOGROUP') then return answer end
+    elseif answer then
+      found[#found + 1] = {job, answer[1][2]}
+    end
+  end
+end
+return found
+"""
+
 # KEYS: lease   ARGV: token, time to live (ms; 0: release it)
 # Returns 1 if the token was still that of the lease.
 RENEW = """
@@ -277,10 +299,13 @@ return lags
 )
 
 # KEYS: workers, loads
-# ARGV: worker, now, time before which a worker counts as gone (s), JSON: load of each of its jobs
-# What frees memory comes first, so that a full Redis does not refuse the rest.
+# ARGV: worker, seconds without a report after which a worker counts as gone, JSON: load of each of
+# its jobs
+# By the clock of Redis, as those of hosts differ. What frees memory comes first, so that a full
+# Redis does not refuse the rest.
 REPORT_LOADS = """
-redis.call('ZREMRANGEBYSCORE', KEYS[1], 0, ARGV[3])
-redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
-for job, load in pairs(cjson.decode(ARGV[4])) do redis.call('HSET', KEYS[2], job, load) end
+local now = tonumber(redis.call('TIME')[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], 0, now - ARGV[2])
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+for job, load in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[2], job, load) end
 """

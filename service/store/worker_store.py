@@ -37,6 +37,7 @@ from .schema import (
     NEWS,
     PLANS,
     PREDICTORS,
+    READ,
     RENEW,
     REPORT_LOADS,
     URGENT,
@@ -81,6 +82,7 @@ class WorkerStore:
         self._keep_steps = keep_steps
         self._acquire = self._redis.register_script(ACQUIRE)
         self._renew = self._redis.register_script(RENEW)
+        self._read = self._redis.register_script(READ)
         self._commit = self._redis.register_script(COMMIT)
         self._keep_predictor = self._redis.register_script(KEEP_PREDICTOR)
         self._report_loads = self._redis.register_script(REPORT_LOADS)
@@ -94,14 +96,14 @@ class WorkerStore:
         self._redis.close()
 
     def share_loads(
-        self, loads: Mapping[str, float], now_s: float, *, ttl_s: float
+        self, loads: Mapping[str, float], *, ttl_s: float
     ) -> tuple[list[str], dict[str, str | None], dict[str, float]]:
-        """Report the loads of this worker's jobs at `now_s`.
+        """Report the loads of this worker's jobs.
 
         Returns the workers with a report in the last `ttl_s`, the owner of each job (None: no
         worker) and the last reported load of each.
         """
-        args: list[str | float] = [self.name, now_s, now_s - ttl_s, json.dumps(loads)]
+        args: list[str | float] = [self.name, ttl_s, json.dumps(loads)]
         with self._redis.pipeline(transaction=False) as pipe:
             self._report_loads(keys=[WORKERS, LOADS], args=args, client=pipe)
             pipe.zrange(WORKERS, 0, -1).smembers(JOBS).hgetall(LOADS)
@@ -168,6 +170,8 @@ class WorkerStore:
         while True:
             start, items, *_ = self._redis.xautoclaim(key, GROUP, self.name, 0, start, count=16)
             for identity, fields in items:
+                if identity is None:  # Redis 6 gives those that are deleted so
+                    continue
                 if fields and stream_order(identity.decode()) > stream_order(applied):
                     yield message_of((identity, fields))
                 else:  # in the saved state: its reader died between the commit and XACK
@@ -181,17 +185,19 @@ class WorkerStore:
             if consumer["name"].decode() != self.name and not consumer["pending"]:
                 self._redis.xgroup_delconsumer(key, GROUP, consumer["name"])
 
-    def read(
-        self, leases: Mapping[str, Lease], *, count: int, block_ms: int | None
-    ) -> Iterator[tuple[str, JobMessage]]:
+    def read(self, leases: Mapping[str, Lease], *, count: int) -> Iterator[tuple[str, JobMessage]]:
         """New messages of the leased jobs, at most `count` of each, as (job, message), in order
-        within each job. Waits `block_ms` for the first one; None: not at all."""
-        streams = {JobKeys(job).messages: ">" for job in leases}
-        names = {JobKeys(job).messages.encode(): job for job in leases}
-        answer = self._redis.xreadgroup(GROUP, self.name, streams, count=count, block=block_ms)
-        for key, items in answer or ():
-            for item in items:
-                yield names[key], message_of(item)
+        within each job; none of those whose leases are lost."""
+        keys, args = list[str](), list[_Part]([GROUP, self.name, count])
+        for job, lease in leases.items():
+            names = JobKeys(job)
+            keys += [names.lease, names.meta, names.messages]
+            args += [lease.token, lease.generation]
+        jobs = list(leases)
+        for number, messages in self._read(keys=keys, args=args) if jobs else ():
+            for identity, fields in messages:
+                pairs = dict(zip(fields[::2], fields[1::2], strict=True))
+                yield jobs[number - 1], message_of((identity, pairs))
 
     def wait_for_urgent(self, timeout_s: float) -> None:
         """Wait for a message other than telemetry and heartbeats, of any job, until the time-out.

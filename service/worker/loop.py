@@ -30,10 +30,10 @@ log = logger("resihp.worker")
 
 _BATCH = 16  # messages of a job in one answer of Redis
 _READ_BYTES = 8 << 20  # messages applied at a time: bounds memory, and the delay of a heartbeat
-_PLANNING_BLOCK_MS = 10  # while a plan is awaited
 # A worker that keeps up reads so often: telemetry and heartbeats that arrive meanwhile are applied
 # together, which costs less. Other messages wake it.
 _READ_EVERY_S = 0.25
+_PLANNING_PAUSE_S = 0.01  # instead, while a plan is awaited
 _IDLE_S = 0.1  # without jobs
 # Saving takes at most this share of a worker's time: costly states are saved less often. The same
 # holds for diagnoses, which look at all records of the last steps.
@@ -123,8 +123,9 @@ class Worker:
             if owned.session.changes.steps:
                 self._publish(job, owned)
         self._spent(None)
-        if not behind and not self._is_planning():
-            self._store.wait_for_urgent(now_s + _READ_EVERY_S - time.monotonic())
+        if not behind:
+            pause_s = _PLANNING_PAUSE_S if self._is_planning() else _READ_EVERY_S
+            self._store.wait_for_urgent(now_s + pause_s - time.monotonic())
 
     def _delay_s(self) -> float:
         """Age of the oldest request that may not have been read, at rounds of ordinary length."""
@@ -137,33 +138,20 @@ class Worker:
         """Read new messages and apply those of each job together; the jobs that have more."""
         messages: dict[str, list[JobMessage]] = {}
         more = {job: owned.lease for job, owned in self._owned.items()}
-        block_ms = _PLANNING_BLOCK_MS if self._is_planning() else None
         size = 0
-        try:
-            while more and size < _READ_BYTES:
-                read: Counter[str] = Counter()
-                for job, message in self._store.read(more, count=_BATCH, block_ms=block_ms):
-                    read[job] += 1
-                    size += len(message.body)
-                    messages.setdefault(job, []).append(message)
-                more = {job: lease for job, lease in more.items() if read[job] == _BATCH}
-                block_ms = None
-        except redis.ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise
-            self._drop_lost()
+        while more and size < _READ_BYTES:
+            read: Counter[str] = Counter()
+            for job, message in self._store.read(more, count=_BATCH):
+                read[job] += 1
+                size += len(message.body)
+                messages.setdefault(job, []).append(message)
+            more = {job: lease for job, lease in more.items() if read[job] == _BATCH}
         self._spent(None)
         for job, unread in messages.items():
             if job in self._owned:
                 self._owned[job].session.apply(*unread)
                 self._spent(job)
         return more
-
-    def _drop_lost(self) -> None:
-        """Drop jobs that were deleted or reset: their message streams were removed."""
-        for job, owned in list(self._owned.items()):
-            if not self._store.renew(owned.lease, ttl_s=self._settings.lease_s):
-                del self._owned[job]
 
     def _commit_due(self) -> None:
         """Diagnose jobs and save their states, those first for which it was done longest ago, as
@@ -197,8 +185,7 @@ class Worker:
         try:
             self._store.commit(owned.lease, commit)
         except LeaseLostError:
-            log.warning("lease lost", job=job, worker=self.name)
-            del self._owned[job]
+            self._drop(job)
             return
         if (fitted := owned.session.new_predictor()) is not None:
             self._store.keep_predictor(owned.session.job, fitted)
@@ -217,17 +204,24 @@ class Worker:
         try:
             self._store.publish(owned.lease, owned.changed_status(), steps)
         except LeaseLostError:
-            del self._owned[job]
+            self._drop(job)
         owned.published_s = now_s
+
+    def _drop(self, job: str) -> None:
+        """Drop a job that was deleted or registered anew, or was given to another worker while this
+        one stood still."""
+        log.info("job dropped: its lease has ended", job=job, worker=self.name)
+        del self._owned[job]
 
     def _balance(self, stop: threading.Event) -> None:
         """Acquire the free jobs that fall to this worker; release jobs if it has too much load."""
         self._spent(None)
         loads = self._meter.measure(self._owned, time.monotonic())
-        shared = self._store.share_loads(loads, time.time(), ttl_s=self._settings.lease_s)
+        shared = self._store.share_loads(loads, ttl_s=self._settings.lease_s)
         table = WorkerLoads(*shared)
-        for job in self._owned.keys() - table.owners.keys():
-            del self._owned[job]
+        for job in list(self._owned):
+            if table.owners.get(job) != self.name:
+                self._drop(job)
         given = table.jobs_to_give(self.name)
         for job in self._owned.keys() & given:
             log.info("job given away", job=job, worker=self.name, load=round(table.load(job), 3))

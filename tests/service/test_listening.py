@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import os
 import re
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from resihp.client import Client
 from resihp.contracts import ServiceError
 from service import Settings, Sidecar
+from service.api import delay
 from service.api.delay import DelayReporter, WaitingRequests
 from service.store.embedded_redis import EmbeddedRedis, socket_path
 from service.store.schema import APIS
@@ -245,6 +247,42 @@ def test_the_delay_is_the_age_of_the_oldest_request_wherever_it_waits():
             await wait_for(lambda: found[-1] < 0.1)
         finally:
             reporter.cancel()
+            server.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_could_not_be_reached_for_long_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """However many probes have failed."""
+    monkeypatch.setattr(delay, "REPORT_EVERY_S", 0.01)
+    failures: list[None] = []
+    connect = asyncio.open_connection
+
+    async def refuse(*address: object) -> None:
+        failures.append(None)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        writer.close()
+
+    async def scenario() -> None:
+        reports, requests = Reports(), WaitingRequests()
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        reporter = DelayReporter(reports, "me", requests, server.sockets[0].getsockname())
+        task, found = asyncio.create_task(reporter.run()), reports.delays_s
+        try:
+            await wait_for(lambda: bool(found))
+            monkeypatch.setattr(asyncio, "open_connection", refuse)
+            await wait_for(lambda: len(failures) > 200)
+            assert found[-1] > 0.5
+            assert len(reporter._probes) <= 2
+            monkeypatch.setattr(asyncio, "open_connection", connect)
+            await wait_for(lambda: found[-1] < 0.5)
+        finally:
+            task.cancel()
             server.close()
 
     asyncio.run(scenario())

@@ -109,12 +109,41 @@ def test_a_lost_lease_writes_nothing(http: Http, store: WorkerStore, raw: redis.
     assert http.get("/v1/jobs/j")["last_step"] == -1
 
 
+def test_a_worker_whose_lease_has_ended_takes_no_message_from_its_successor(
+    http: Http, store: WorkerStore, tmp_path: Path
+):
+    """It stood still, and reads before it learns of that."""
+    lost = acquired(store)
+    store.renew(lost, ttl_s=0)
+    url = f"unix://{socket_path(tmp_path)}"
+    other = WorkerStore(url, "other", keep_events=9, keep_steps=9)
+    lease = acquired(other)
+    for step in range(3):
+        http.send("j", batch_of(step))
+    assert list(store.read({"j": lost}, count=9)) == []
+    assert len(list(other.read({"j": lease}, count=9))) == 3
+    http.register(job_of("j", device="H100"))
+    http.send("j", batch_of(0))
+    assert list(other.read({"j": lease}, count=9)) == []
+    other.close()
+
+
+def test_a_message_that_is_gone_ends_no_claim(store: WorkerStore, raw: redis.Redis):
+    """Redis 6 gives nothing in its place, and newer ones forget it."""
+    lease, messages = acquired(store), JobKeys("j").messages
+    for _ in range(2):
+        raw.xadd(messages, {"kind": "telemetry", "body": b""})
+    first, second = (message.id for _, message in store.read({"j": lease}, count=9))
+    raw.xdel(messages, first)
+    assert [message.id for message in store.claim(lease, "0-0")] == [second]
+
+
 def test_a_commit_of_any_number_of_messages_leaves_none(store: WorkerStore, raw: redis.Redis):
     lease, pipe = acquired(store), raw.pipeline()
     for _ in range(9_000):  # more than a script can pass to a command at once
         pipe.xadd(JobKeys("j").messages, {"kind": "telemetry", "body": b""})
     pipe.execute()
-    read = [m.id for _, m in store.read({"j": lease}, count=9_000, block_ms=10)]
+    read = [m.id for _, m in store.read({"j": lease}, count=9_000)]
     changes = PendingChanges(applied=read)
     store.commit(lease, Commit(changes, {"detector": b""}, {}, newest=0))
     assert len(read) == 9_000
