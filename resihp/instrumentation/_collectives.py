@@ -8,18 +8,16 @@ waits in C++: see `_modules`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ._pass_timer import PassTimer
-from ._patches import Patches
+from ._patches import Patches, lock
 
 _timers: list[PassTimer] = []
 _patches = Patches()
-_lock = threading.Lock()
 
 
 def listen(timer: PassTimer) -> bool:
@@ -29,7 +27,7 @@ def listen(timer: PassTimer) -> bool:
     """
     if not torch.distributed.is_available():
         return True
-    with _lock:
+    with lock:
         if not _timers and not _install():
             _patches.remove()
             return False
@@ -39,11 +37,11 @@ def listen(timer: PassTimer) -> bool:
 
 def forget(timer: PassTimer) -> None:
     """Undo `listen`; the last one restores torch as it was."""
-    with _lock:
+    with lock:
         if timer in _timers:
             _timers.remove(timer)
-        if not _timers:
-            _patches.remove()
+            if not _timers:
+                _patches.remove()
 
 
 def _install() -> bool:

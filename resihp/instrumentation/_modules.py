@@ -17,7 +17,7 @@ import torch
 
 from ._call_arguments import Lengths, work_of_call
 from ._pass_timer import BACKWARD, FORWARD, PassTimer
-from ._patches import Patches
+from ._patches import CallHook, Patches
 
 _MOST_OUTPUTS = 8
 """Tensors of an output that are observed; the first comes first, as the loss does."""
@@ -72,9 +72,11 @@ class ModulePasses:
                 if not compiling():
                     after(output)
 
-            handle = module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True)
+            handle = module.register_forward_pre_hook(
+                CallHook(pre_hook), prepend=True, with_kwargs=True
+            )
             patches.add(handle.remove)
-            patches.add(module.register_forward_hook(hook).remove)
+            patches.add(module.register_forward_hook(CallHook(hook)).remove)
         if getattr(module, "broadcast_buffers", False):  # of DDP; it waits in C++
             patches.wrap(module, "_sync_buffers", self._waited)
 

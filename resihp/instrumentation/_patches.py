@@ -1,38 +1,59 @@
-"""Wrapping of attributes of other packages, so that it can be undone."""
+"""Wrapping of attributes of other packages, and hooks of modules, so that both can be undone."""
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from weakref import ref
 
 _ABSENT = object()
+_LAYERS = "resihp_layers"
+lock = threading.RLock()
+"""Held while torch is patched and restored; a model may end while this thread holds it."""
+
+
+class CallHook(partial[None]):
+    """A module's hook, which copies and pickles of the module lack.
+
+    They hold a function of the standard library that does nothing in its place.
+    """
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
 
 
 class Patches:
-    """Replaced attributes; `remove` puts back what was there, the newest first.
+    """Replaced attributes; `remove` puts back what was there, in whatever order several of these
+    are removed.
 
-    An attribute that somebody else has replaced since is left alone.
+    An attribute that somebody else has replaced since is left alone. Owners are not kept alive.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> bool:
-        """Replace the callable `owner.name` by `wrapper(it)`; return False if there is none."""
-        original = getattr(owner, name, None)
-        if not callable(original):
+        """Replace the callable `owner.name` by `wrapper(it)`; return False if there is none.
+
+        `wrapper` is called again where what it wraps is removed. Copies and pickles of an `owner`
+        that is neither a class nor a module lack the wrapper.
+        """
+        if not callable(getattr(owner, name, None)):
             return False
-        own = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT
-        replacement = wrapper(original)
-        setattr(owner, name, replacement)
+        with lock:
+            layers = _Layers.of(owner, name)
+            layers.add(owner, wrapper)
+        reference = ref(owner)
 
         def undo() -> None:
-            if vars(owner).get(name, _ABSENT) is not replacement:
-                return
-            if own is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
+            alive = reference()
+            if alive is not None:
+                with lock:
+                    layers.discard(alive, wrapper)
 
         self._undo.append(undo)
         return True
@@ -42,6 +63,67 @@ class Patches:
         self._undo.append(undo)
 
     def remove(self) -> None:
-        """Undo everything; a second call does nothing."""
+        """Undo everything, the newest first; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
+
+
+class _Layers:
+    """Wrappers around one attribute, the innermost first."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._name = name
+        self._original = getattr(owner, name)
+        self._own = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT
+        self._wrappers: list[Callable[[Any], Any]] = []
+        self._shown: Any = None
+
+    @classmethod
+    def of(cls, owner: Any, name: str) -> _Layers:
+        """Return the wrappers that are there, or none yet."""
+        shown = getattr(owner, "__dict__", {}).get(name)
+        layers = getattr(shown, _LAYERS, None)  # which others copy, as `functools.wraps` does
+        return layers if layers is not None and layers._shown is shown else cls(owner, name)
+
+    def add(self, owner: Any, wrapper: Callable[[Any], Any]) -> None:
+        self._wrappers.append(wrapper)
+        self._show(owner)
+
+    def discard(self, owner: Any, wrapper: Callable[[Any], Any]) -> None:
+        self._wrappers.remove(wrapper)
+        if vars(owner).get(self._name, _ABSENT) is self._shown:
+            self._show(owner)
+
+    def _show(self, owner: Any) -> None:
+        if not self._wrappers:
+            self._restore(owner)
+            return
+        shown = self._original
+        for wrapper in self._wrappers:
+            shown = wrapper(shown)
+        if not (inspect.isclass(owner) or inspect.ismodule(owner)):
+            shown = _BoundWrapper(shown)
+            shown.without = (
+                (getattr, (owner, self._name)) if self._own is _ABSENT else (partial, (self._own,))
+            )
+        setattr(shown, _LAYERS, self)
+        setattr(owner, self._name, shown)
+        self._shown = shown
+
+    def _restore(self, owner: Any) -> None:
+        if self._own is _ABSENT:
+            delattr(owner, self._name)
+        else:
+            setattr(owner, self._name, self._own)
+
+
+class _BoundWrapper(partial[Any]):
+    """A wrapper in an object, which copies and pickles of the object lack.
+
+    without  constructor and arguments of what they hold in its place
+    """
+
+    without: tuple[Any, ...]
+
+    def __reduce__(self) -> Any:
+        return self.without

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
+import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -13,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import resihp
 from resihp.contracts import ContractError, Op
+from resihp.instrumentation._patches import Patches
 from tests.hooks.conftest import Sidecar
 from tests.instrumentation.observed import BACKWARD, FORWARD, OPTIMIZER, Model, one_step
 
@@ -261,6 +265,92 @@ def test_remove_leaves_everything_as_it_was(observe):
     assert torch.distributed.Work.wait is wait
     assert functional.wait_tensor is wait_tensor
     assert torch.amp.GradScaler.step is scaler_step
+
+
+class Synchronized(Model):
+    """Has buffers synchronized as DDP does."""
+
+    broadcast_buffers = True
+
+    def forward(self, x):
+        self._sync_buffers()
+        return super().forward(x)
+
+    def _sync_buffers(self):
+        pass
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_of_a_model_train_and_are_not_observed(observe, copied):
+    loop = observe(Synchronized(abs))
+    loop.step()
+    twin = copied(copied(loop.model))
+    for parameter, of_twin in zip(loop.model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter, of_twin)
+    twin(torch.ones(2, 3, 4)).sum().backward()
+    copied(loop.optimizer).step()
+    loop.step()
+    assert loop.passes() == one_step(0) + one_step(1)
+    assert loop.monitor.stats.failures == 0
+    torch._dynamo.reset()
+    torch.compile(twin, backend="aot_eager", fullgraph=True)(torch.ones(2, 3, 4))
+
+
+def test_a_saved_model_needs_no_resihp(observe):
+    loop = observe(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    loop.step()
+    assert b"resihp" not in pickle.dumps(loop.model)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_monitors_may_be_removed_in_any_order(observe, order):
+    owners = [
+        (torch.utils.data.dataloader._BaseDataLoaderIter, "__next__"),
+        (torch.utils.data.DataLoader, "__iter__"),
+        (torch.amp.GradScaler, "step"),
+        (torch.distributed.Work, "wait"),
+    ]
+    before = [getattr(*place) for place in owners]
+    loops = [observe(), observe()]
+    for loop in loops:
+        loop.step()
+    first, second = (loops[at] for at in order)
+    first.monitor.remove()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(float("inf") * second.model(torch.ones(2, 3, 4)).sum()).backward()
+    scaler.step(second.optimizer)
+    assert second.monitor.current_step == 2, "the other's patches are still there"
+    assert first.monitor.current_step == 1
+    second.monitor.remove()
+    assert [getattr(*place) for place in owners] == before
+
+
+def test_an_attribute_that_others_have_wrapped_since_is_left_to_them(monkeypatch):
+    class Trainer:
+        def step(self):
+            return ["step"]
+
+    def adding(word):
+        return lambda original: lambda trainer: [word, *original(trainer)]
+
+    ours, theirs = Patches(), Patches()
+    ours.wrap(Trainer, "step", adding("ours"))
+    theirs.wrap(Trainer, "step", adding("theirs"))
+    assert Trainer().step() == ["theirs", "ours", "step"]
+    wrapped = Trainer.step
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", lambda trainer: ["other", *wrapped(trainer)])
+        ours.remove()
+        assert Trainer().step() == ["other", "theirs", "ours", "step"]
+    theirs.remove()
+    assert Trainer().step() == ["step"]
 
 
 def test_torch_without_engine_callbacks(observe, monkeypatch, caplog):
