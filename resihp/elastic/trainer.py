@@ -64,6 +64,7 @@ class Trainer:
         self._state = RuntimeState(plan, self._callbacks.on_phase)
         self._steps = 0
         self._is_joining = False
+        self._is_owed = False  # a save, since a step in which the layout changed
         self._departure: Departure | None = None
         self._meter = HandOverMeter()
         self._checkpoints = StateManager()
@@ -238,8 +239,10 @@ class Trainer:
             coordinator.reshard(norm=reduced.norm)
         state.enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
         coordinator.update(step, reduced.norm)
-        if reduced.is_due and not is_resharding and self.engine is not None:
+        if reduced.is_due:
             # Ranks that have just received a place do not know that it is due.
+            self._is_owed = is_resharding
+        if reduced.is_due and not is_resharding and self.engine is not None:
             self._checkpoints.save(step, self.engine.shard)
         seconds = time.perf_counter() - start
         self._meter.step(seconds)
@@ -276,11 +279,16 @@ class Trainer:
     def _ready_generation(self, next_step: int) -> int:
         """The generation that this rank could receive during `next_step`; 0 if there is none.
 
-        A rank that would be gone before the commit is not ready: no change begins.
+        A rank that would be gone before the commit is not ready: no change begins. Neither does one
+        in the last step, which is saved.
         """
         ready, prepared = self._coordinator.ready_generation(next_step), self._state.prepared
         departure, now_s = self._departure, time.monotonic()
-        if not ready or departure is None or prepared is None or prepared.keeps_layout:
+        if not ready or prepared is None or prepared.keeps_layout:
+            return ready
+        if next_step + 1 >= self._steps:
+            return 0
+        if departure is None:
             return ready
         self._departure = departure.at_vote(now_s, self._cost())
         if departure.hands_over and not self._departure.hands_over:
@@ -307,6 +315,8 @@ class Trainer:
 
     def _is_due(self, step: int) -> bool:
         """Return whether this rank asks all others to save the state after `step`."""
+        if self._is_owed:
+            return True
         if self.rank != min(self.plan.layout.ranks):
             return False
         is_last = step + 1 == self._steps or self._coordinator.is_ending

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from resihp.checkpoint import EveryStep, LocalDisk, PeerMemory, SharedStorage
+from resihp.checkpoint import LocalDisk, PeerMemory, SavePolicy, SharedStorage
 from resihp.checkpoint.format.metadata import data_name
 from resihp.checkpoint.levels.checkpoint_folder import step_name
 from resihp.elastic.checkpointing import Checkpoints
@@ -19,11 +19,11 @@ def level_at(where: Path | str) -> LocalDisk | SharedStorage:
     return LocalDisk(where, keep=3) if isinstance(where, Path) else SharedStorage(where, keep=3)
 
 
-def kept_in(where: Path | str | None, in_memory: int) -> Checkpoints | None:
-    """Checkpoints of each step somewhere, in the ranks' memory, or both; None for neither."""
+def kept_in(where: Path | str | None, in_memory: int, policy: SavePolicy) -> Checkpoints | None:
+    """Checkpoints somewhere, in the ranks' memory, or both; None for neither."""
     if where is None and not in_memory:
         return None
-    return Checkpoints(lambda: [level_at(where)] if where else [], EveryStep(), in_memory=in_memory)
+    return Checkpoints(lambda: [level_at(where)] if where else [], policy, in_memory=in_memory)
 
 
 def await_sent(trainer: Trainer, step: int) -> None:

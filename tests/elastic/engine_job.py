@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from resihp.checkpoint import EveryStep, SavePolicy
 from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
 from resihp.elastic.models import Llama, Packed, save_pretrained
 from resihp.elastic.optim import Optimizer
@@ -106,6 +107,7 @@ class Case:
     rescues             plans for when no replica is whole any more, one after the other
     checkpoints         those of the job, in a folder or at a URL; a step lasts until it is saved
     in_memory           as many stay in the ranks' memory too; a step lasts until it is sent
+    policy              when the job saves
     torn_at             the checkpoint of this step is damaged as soon as it is there
     joiner_dies         they are killed when they are invited, before which the last steps wait
     warned              (rank, signal, step) that a rank gets when it has made a step
@@ -133,6 +135,7 @@ class Case:
     rescues: tuple[Plan, ...] = ()
     checkpoints: Path | str | None = None
     in_memory: int = 0
+    policy: SavePolicy = field(default=EveryStep())
     torn_at: int | None = None
     joiner_dies: bool = False
     warned: tuple[tuple[int, int, int], ...] = ()
@@ -313,7 +316,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             on_transfer=on_transfer,
             on_layout_change=on_layout_change,
         ),
-        checkpoints=kept_in(case.checkpoints, case.in_memory),
+        checkpoints=kept_in(case.checkpoints, case.in_memory, case.policy),
         memory=case.memory,
     )
     signal.signal(signal.SIGTERM, lambda *_: trainer.leave(time.monotonic() + case.window_s))

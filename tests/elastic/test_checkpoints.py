@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from resihp.checkpoint import EveryStep
+from resihp.checkpoint import Every, EveryStep
 from resihp.contracts import Layout, Plan, Replica, Stage
 from resihp.elastic.checkpointing import Checkpoints
 from resihp.elastic.checkpointing.manager import CheckpointManager
@@ -225,3 +225,22 @@ def test_pieces_of_one_layout_fill_any_other(
         assert all(map(torch.equal, tensors, expected[param])), param.key
     for shard in shards.values():
         assert torch.equal(shard.scalars(), trained.shards[0].scalars())
+
+
+def test_a_save_that_a_change_of_layout_holds_up_is_made_in_the_next_step(tmp_path: Path) -> None:
+    """Also where the rank that decides has just come in; and the layout stays in the last step."""
+    first, second = PAIR.replicas[0].stages
+    before = Layout((Replica((replace(first, ranks=(1,)), replace(second, ranks=(2,)))),))
+    case = Case(
+        before,
+        STEPS,
+        (plan(1, PAIR, from_step=LOST_AT + 1), plan(2, before, from_step=STEPS)),
+        ranks=(0, 1, 2),
+        checkpoints=tmp_path / "saved",
+        policy=Every(LOST_AT),
+    )
+    outcome = run(case, tmp_path)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert {(s["version"], s["at"]) for s in outcome.switches} == {(1, LOST_AT + 1)}
+    saved = level_at(tmp_path / "saved").steps()
+    assert sorted(saved) == [0, LOST_AT + 1, STEPS - 1], outcome.logs

@@ -37,7 +37,8 @@ class Writer:
     """Writer of the ranges `spans` of this rank's shard, for one layout.
 
     Plans and allocates before the first save. `policy` is evaluated on one rank, so `saver` has
-    none of its own. `connect` gives its levels the addresses of peers.
+    none of its own. `connect` gives its levels the addresses of peers. A save `is_owed` from when
+    the policy asks for it until it is begun, by the writer of the next layout if need be.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Writer:
         spans: Sequence[tuple[Param, Range]],
         shard: Shard,
         connect: Callable[[], None],
+        *,
+        is_owed: bool = False,
     ) -> None:
         self.plan = plan
         self._saver, self._policy, self._setup, self._spans = saver, policy, setup, spans
-        self._is_owed = False
+        self.is_owed = is_owed
         self._begun_s: float | None = None
         self._cost_s: float | None = None
         self._blocked_before_s = 0.0
@@ -73,8 +76,8 @@ class Writer:
         times = [c.durable_s for c in counters.levels.values() if c.durable_s is not None]
         since_s = None if self._begun_s is None else now - self._begun_s
         moment = SaveTiming(step, since_s, self._cost_s, max(times, default=None))
-        self._is_owed = self._is_owed or self._policy.is_due(moment)
-        return self._is_owed
+        self.is_owed = self.is_owed or self._policy.is_due(moment)
+        return self.is_owed
 
     def save(self, step: int, shard: Shard) -> None:
         """Begin to save the state after `step`."""
@@ -87,7 +90,7 @@ class Writer:
         }
         self._begun_s = time.monotonic()
         pieces = pieces_of(shard, self._spans, self._setup.model.parameters)
-        self._is_owed = not self._saver.save(step, pieces, extra)
+        self.is_owed = not self._saver.save(step, pieces, extra)
 
     def fence(self) -> None:
         """Wait for copies."""
@@ -171,7 +174,10 @@ class CheckpointManager(StateManager):
         )
         spans = writers(plan.layout, self._setup.model.parameters)[self._rank]
         policy = self._checkpoints.policy
-        self._writer = Writer(checkpointer, policy, self._setup, plan, spans, shard, connect)
+        is_owed = before is not None and before.is_owed
+        self._writer = Writer(
+            checkpointer, policy, self._setup, plan, spans, shard, connect, is_owed=is_owed
+        )
 
     def is_due(self, step: int) -> bool:
         return self._writer is not None and self._writer.is_due(step)
