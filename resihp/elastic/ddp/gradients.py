@@ -162,7 +162,7 @@ class LoopGradients:
             if isinstance(parameter.grad, DTensor):
                 parameter.grad.to_local().copy_(summed)
             else:
-                parameter.grad = summed.to(parameter.dtype)
+                parameter.grad = _laid_out(summed.to(parameter.dtype), parameter)
 
     def _check(self, before: Sequence[torch.Tensor | None]) -> None:
         """Raise `ContractError` if the loop did more to gradients than accumulate them."""
@@ -183,6 +183,13 @@ class LoopGradients:
     def _drop(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _laid_out(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient with the parameter's strides, which fused optimizers take it to have."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
 def _added(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
