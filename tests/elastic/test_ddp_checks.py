@@ -37,6 +37,10 @@ def linear() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "BatchNorm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "running statistics"),
+    "InstanceNorm": (
+        lambda: nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 4)),
+        "running statistics",
+    ),
     "sparse": (lambda: nn.Embedding(8, 4, sparse=True), "sparse=False"),
     "frozen": (lambda: linear().requires_grad_(False), "none of its parameters is trained"),
     "DDP over all": (lambda: DistributedDataParallel(linear()), "one group or mesh per replica"),
@@ -62,6 +66,7 @@ def test_what_stays_within_a_replica_is_welcome() -> None:
     check_model(DistributedDataParallel(linear()), replica)
     check_model(fully_shard(linear()), replica)
     check_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), ALONE)
+    check_model(nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(4)), ALONE)
 
 
 @pytest.mark.usefixtures("four_processes")
@@ -128,6 +133,27 @@ def test_an_update_in_the_inner_loop(made: Made) -> None:
         optimizer.step()
 
     assert "an update before all of its microbatches were taken" in misuse(made, inside)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_update_that_computes_gradients_itself(made: Made, by_name: bool) -> None:
+    """As LBFGS does; other optimizers take a closure, too."""
+    model, optimizer, replicas = made
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        return float(compute(model))
+
+    with pytest.raises(ContractError, match="not summed over the replicas"):  # noqa: PT012
+        for step in replicas.steps(1):
+            for _ in step:
+                compute(model)
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            if by_name:
+                optimizer.step(closure=closure)
+            else:
+                optimizer.step(closure)
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_gradients_zeroed_in_the_inner_loop(made: Made) -> None:

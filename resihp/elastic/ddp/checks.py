@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from resihp.contracts import ContractError
@@ -61,7 +61,8 @@ def _check_module(name: str, module: nn.Module, coordinates: ReplicaCoordinates)
         if size > coordinates.members:
             raise ContractError(name, _across(f"DDP over {size} processes", coordinates))
         module.register_forward_pre_hook(_refuse_no_sync)
-    if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
+    # BatchNorm of any kind, and InstanceNorm.
+    if isinstance(module, _NormBase) and module.track_running_stats and module.training:
         raise ContractError(
             name,
             "its running statistics depend on which microbatches a replica computes: use "

@@ -99,7 +99,7 @@ class Replicas:
         ]
         check_optimizers(model, self._optimizers)
         for one in self._optimizers:
-            one.register_step_pre_hook(self._refuse_incomplete_step)
+            one.register_step_pre_hook(self._check_update)
         self._microbatches = microbatches
         self._membership = ReplicaMembership(self.coordinates, microbatches, work)
         self._has_plans, self._monitor = plans is not None, monitor
@@ -292,9 +292,16 @@ class Replicas:
         if found is not None and found.version == version:
             self._poller.acknowledge(found.plan, self.completed)
 
-    def _refuse_incomplete_step(self, *_: Any) -> None:
+    def _check_update(self, _: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Check an update before it is made; a hook of the optimizers."""
         if self._is_in_step:
             raise ContractError("step", "an update before all of its microbatches were taken")
+        if any(map(callable, (*args, *options.values()))):
+            raise ContractError(
+                "optimizer.step",
+                "a closure would compute gradients that are not summed over the replicas: run all "
+                "passes in the inner loop, and take an optimizer that needs none (not LBFGS)",
+            )
 
     # Recovery.
 
