@@ -55,7 +55,7 @@ class InstrumentedMonitor(Monitor):
         by `close`."""
         self._patches.remove()
         _collectives.forget(self._timer)
-        self._timer.end_step()
+        self._timer.stop()
 
     def _record_whole_steps(self, owner: Any, method: str, reason: str) -> None:
         """Record nothing but each call of `owner.method`, as a step whose waiting is unknown, and

@@ -58,27 +58,29 @@ class ModulePasses:
         self._work_of_call = timer.safely(work_of_call)  # functions are made once, not a call
         self._begin = timer.safely(self._begin_backward)
         if getattr(module, "_compiled_call_impl", None) is not None:  # its hooks are compiled too
-            around = timer.around(self._before, lambda _, __, output: self._after(output))
+            around = timer.around(self._before, lambda args, _, output: self._after(args, output))
             patches.wrap(module, "_compiled_call_impl", around)
         else:
-            before, after = timer.safely(self._before), timer.safely(self._after)
-            compiling = torch.compiler.is_compiling  # a constant for the compiler
-
-            def pre_hook(_: Any, args: Any, kwargs: Any) -> None:
-                if not compiling():
-                    before(args, kwargs)
-
-            def hook(_: Any, __: Any, output: Any) -> None:
-                if not compiling():
-                    after(output)
-
-            handle = module.register_forward_pre_hook(
-                CallHook(pre_hook), prepend=True, with_kwargs=True
-            )
+            before, after = self._hook(self._before), self._hook(self._after)
+            handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             patches.add(handle.remove)
-            patches.add(module.register_forward_hook(CallHook(hook)).remove)
+            patches.add(module.register_forward_hook(after).remove)
         if getattr(module, "broadcast_buffers", False):  # of DDP; it waits in C++
             patches.wrap(module, "_sync_buffers", self._waited)
+
+    def _hook(self, callback: Callable[[Any, Any], None]) -> CallHook:
+        """Return `callback` as a hook that calls it safely, in as few calls as can be."""
+        compiling = torch.compiler.is_compiling  # a constant for the compiler
+        failures = self._timer.recording.failures
+
+        def hook(_: Any, first: Any, second: Any) -> None:
+            if not compiling():
+                try:
+                    callback(first, second)
+                except Exception as error:  # noqa: BLE001 the boundary: training goes on
+                    failures.add("instrumentation", error)
+
+        return CallHook(hook)
 
     def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +98,7 @@ class ModulePasses:
         elif not torch.is_grad_enabled():
             timer.forget_data()
 
-    def _after(self, output: Any) -> None:
+    def _after(self, _: Any, output: Any) -> None:
         index, self._index = self._index, -1
         if index < 0:
             return

@@ -41,7 +41,7 @@ class PassTimer:
         self.measures_waiting = measures_waiting
         self.on_step_end: Callable[[int], None] | None = None
         self._passes = self._counted_step = 0
-        self._has_begun = False
+        self._has_begun = self._is_stopped = False
         self._between_steps = between_steps
         self._stream = -1
         self._data_ns = 0
@@ -57,7 +57,9 @@ class PassTimer:
 
     def begin(self, op: int, *, chunk: int = 0, index: int = -1, work: Work | None = None) -> int:
         """Begin a pass; return its microbatch. `index` -1: the number of earlier forward passes of
-        this step; -1 is returned for a pass that is left to the user's block."""
+        this step; -1 is returned for a pass that is left to the user's block, and after `stop`."""
+        if self._is_stopped:
+            return -1
         recording = self.recording
         if self._open is not None:
             self._drop()
@@ -149,6 +151,11 @@ class PassTimer:
         if self._open is not None:
             self._drop()
         self._end_step()
+
+    def stop(self) -> None:
+        """End the step, and begin no pass from now on, as of outputs from before."""
+        self.end_step()
+        self._is_stopped = True
 
     def safely(self, callback: Callable[[*Ts], R]) -> Callable[[*Ts], R | None]:
         """Return `callback` for use in training code: its failure is counted, not raised."""

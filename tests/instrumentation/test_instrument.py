@@ -267,6 +267,21 @@ def test_remove_leaves_everything_as_it_was(observe):
     assert torch.amp.GradScaler.step is scaler_step
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_backward_pass_after_remove_is_not_recorded(observe, by_hand):
+    loop = observe()
+    loop.step()
+    with loop.monitor.step() if by_hand else contextlib.nullcontext():
+        loss = loop.model(torch.ones(2, 3, 4)).sum()
+        loop.monitor.remove()
+        step = loop.monitor.current_step
+        loss.backward()
+        loop.optimizer.step()
+    with loop.monitor.step(), loop.monitor.forward():
+        pass
+    assert loop.passes() == [*one_step(0), (1, FORWARD, 0), (step + by_hand, FORWARD, 0)]
+
+
 class Synchronized(Model):
     """Has buffers synchronized as DDP does."""
 
