@@ -115,20 +115,27 @@ class _TrainingStep(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._call: Callable[[], Any] = lambda: None
+        self._call: Callable[[], Any] = _no_step
 
     def observing(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return `training_step` as a call of this module."""
 
         def step(batch: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._call = partial(training_step, batch, *args, **kwargs)
-            return self(*(batch if isinstance(batch, list | tuple) else (batch,)))
+            try:
+                return self(*(batch if isinstance(batch, list | tuple) else (batch,)))
+            finally:
+                self._call = _no_step  # the batch would stay in memory until the next one
 
         return step
 
     def forward(self, *inputs: Any) -> Any:
         """Return what `training_step` returns for the present batch."""
         return self._call()
+
+
+def _no_step() -> None:
+    """Stand in for `training_step` outside of its calls."""
 
 
 def _log_text(logger: Any, text: str, step: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,27 @@ def test_microbatches_are_recorded_and_evaluation_is_not(
     assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 3)]
     assert callback.monitor.stats.failures == 0
     assert "training_step" not in vars(trainer.lightning_module)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_batch_is_not_kept_after_its_step(fails: bool) -> None:
+    import torch
+
+    from resihp.integrations.lightning import _TrainingStep
+
+    def training_step(batch: Any) -> Any:
+        if fails:
+            raise ValueError("scripted")
+        return batch[0].sum()
+
+    step = _TrainingStep(torch.nn.Linear(4, 4)).observing(training_step)
+    batch = torch.ones(2, 4)
+    kept = weakref.ref(batch)
+    with pytest.raises(ValueError, match="scripted") if fails else nullcontext():
+        step(batch)
+    del batch
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_batch_tells_the_work_in_it(fit: Callable[..., Any], sidecar: InProcessSidecar) -> None:
