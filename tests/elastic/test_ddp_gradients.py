@@ -56,3 +56,15 @@ def test_sums_keep_the_memory_format_of_their_parameter(ordered: bool) -> None:
             assert gradient is not None
             assert parameter.grad.stride() == parameter.stride()
             torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_parameter_that_is_frozen_between_two_steps_keeps_no_gradient() -> None:
+    """An optimizer would update it with that of the last step, again and again."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sums = gradients_of(model)
+    sums.begin()
+    model(torch.ones(1, 4)).sum().backward()
+    model[0].requires_grad_(False)
+    sums.begin()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert sums.parameters == list(model[1].parameters())

@@ -57,7 +57,7 @@ class LoopGradients:
         self._summed: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """Start a step without gradients."""
+        """Start a step without gradients, also of parameters frozen since the last one."""
         self.total, self._ahead, self._held, self._summed = None, None, {}, []
         self.parameters = [parameter for parameter in self._all if parameter.requires_grad]
         self._drop()
@@ -181,7 +181,7 @@ class LoopGradients:
             )
 
     def _drop(self) -> None:
-        for parameter in self.parameters:
+        for parameter in self._all:
             parameter.grad = None
 
 
