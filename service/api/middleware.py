@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import time
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -28,6 +29,7 @@ _OPEN = (
 _OPEN_FOLDERS = ("/assets/",)
 _WRITING = frozenset({"POST", "PUT"})
 LARGE_AT_A_TIME = 4
+"""Bodies of the largest size for which there is room at a time, or more smaller ones."""
 SILENT_S, WHOLE_S = 10.0, 60.0
 """Longest time without a byte of an incomplete body, and for all of it."""
 
@@ -35,8 +37,8 @@ SILENT_S, WHOLE_S = 10.0, 60.0
 class RequestMiddleware:
     """Checks the bearer token, and bounds the size of a body and its time while it is read.
 
-    Few requests with large bodies are read and answered at a time, which bounds their memory; the
-    others wait, and are not read from meanwhile.
+    Large bodies have room for a few of the largest size while they are read and answered, which
+    bounds their memory; for others there is none before, and they are not read from meanwhile.
 
     Without a token the `Host` header must be a local name, so that a foreign web page cannot reach
     the sidecar through a DNS name of its own (DNS rebinding).
@@ -51,7 +53,7 @@ class RequestMiddleware:
         self._token = settings.token.get_secret_value().encode() if settings.token else None
         self._local_only = self._token is None and is_loopback(settings.host)
         self._limit = settings.max_body_bytes
-        self._large = asyncio.Semaphore(LARGE_AT_A_TIME)
+        self._room = _Room(LARGE_AT_A_TIME * self._limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,7 +96,8 @@ class RequestMiddleware:
         else:
             async with contextlib.AsyncExitStack() as stack:
                 writes = scope["method"] in _WRITING  # others may go on for hours
-                receive = self._bounded(receive, stack if writes else None)
+                expected = int(headers.get("content-length") or self._limit)
+                receive = self._bounded(receive, stack if writes else None, expected)
                 try:
                     await self._app(scope, receive, send)
                 finally:
@@ -106,11 +109,13 @@ class RequestMiddleware:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         return hmac.compare_digest(given.encode(), self._token) and scheme.lower() == "bearer"
 
-    def _bounded(self, receive: Receive, stack: contextlib.AsyncExitStack | None) -> Receive:
-        """`receive` within the limits; a large body occupies its place until `stack` is left, and
-        is too large without one.
+    def _bounded(
+        self, receive: Receive, stack: contextlib.AsyncExitStack | None, expected: int
+    ) -> Receive:
+        """`receive` within the limits; a large body occupies the room that it is `expected` to need
+        until `stack` is left, and is too large without one.
 
-        The request waits for the service while it has no place, and once its body is whole.
+        The request waits for the service while there is no room, and once its body is whole.
         """
         limit = min(self._limit, LARGE_BYTES) if stack is None else self._limit
         size, is_large, is_whole, ends_s = 0, False, False, time.monotonic() + WHOLE_S
@@ -131,7 +136,7 @@ class RequestMiddleware:
                 raise BodyTooLargeError(limit)
             if stack is not None and size > LARGE_BYTES and not is_large:
                 self._waiting.add(stack)
-                await stack.enter_async_context(self._large)
+                await stack.enter_async_context(self._room.of(expected))
                 self._waiting.remove(stack)
                 is_large, ends_s = True, time.monotonic() + WHOLE_S
             if stack is not None and is_whole:
@@ -139,6 +144,28 @@ class RequestMiddleware:
             return message
 
         return bounded
+
+
+class _Room:
+    """Memory that requests share, first come, first served."""
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def of(self, size: int) -> AsyncIterator[None]:
+        """Occupy `size` bytes as soon as they are free."""
+        async with self._turn:
+            while self._free < size:
+                self._changed.clear()
+                await self._changed.wait()
+            self._free -= size
+        try:
+            yield
+        finally:
+            self._free += size
+            self._changed.set()
 
 
 def _names_this_machine(host: str) -> bool:

@@ -220,6 +220,47 @@ def test_large_bodies_take_turns_and_small_ones_do_not(monkeypatch):
     assert answering == ["/large", "/small", "/waits"]
 
 
+def test_slow_uploads_hold_up_no_other_large_body():
+    """Of many clients on a slow line; each needs only the room that it has announced."""
+    size, answered = 2 * bodies.LARGE_BYTES, []
+
+    async def requests() -> None:
+        goes_on = asyncio.Event()
+
+        async def app(scope, receive, send):
+            while (await receive()).get("more_body"):
+                pass
+            answered.append(scope["path"])
+
+        guarded = middleware.RequestMiddleware(
+            app, Settings(redis_url=None), HttpMetrics(), WaitingRequests()
+        )
+
+        async def request(path: str, *, is_slow: bool) -> None:
+            parts = iter([bytes(size - 1), bytes(1)])
+
+            async def receive():
+                part = next(parts)
+                if is_slow and len(part) == 1:
+                    await goes_on.wait()
+                return {"type": "http.request", "body": part, "more_body": len(part) > 1}
+
+            headers = [(b"content-length", b"%d" % size)]
+            scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+            await guarded(scope, receive, None)
+
+        slow = [asyncio.create_task(request("/slow", is_slow=True)) for _ in range(16)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            await request("/quick", is_slow=False)
+            assert answered == ["/quick"]
+            goes_on.set()
+            await asyncio.gather(*slow)
+
+    asyncio.run(requests())
+    assert answered == ["/quick", *["/slow"] * 16]
+
+
 def test_jobs_that_ended_long_ago_are_deleted_but_not_the_newest(tmp_path):
     names = [f"j{index:02}" for index in range(13)]
     with running(settings_of(tmp_path)) as http:
