@@ -21,10 +21,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.nn import functional
@@ -55,8 +56,8 @@ WIDTH, STAGES = 12, 2
 class Loop:
     """A loop over `replicas` replicas of `members` processes, FSDP2 or DDP among these.
 
-    inner    or "pipeline": stages of a process each; "pipeline of fsdp2", "pipeline of tensor
-             parallel": of two
+    inner    or "sequence parallel"; or "pipeline": stages of a process each; "pipeline of fsdp2",
+             "pipeline of tensor parallel": of two
     kills    (seconds after the first microbatch, rank): whatever it does then
     returns  (replica, step): it comes back, as soon as it is dead, and the others wait for it
              behind that step, the one in which it has died or a later one
@@ -240,6 +241,8 @@ def split(model: nn.Module, loop: Loop) -> nn.Module:
     """The model as `loop.inner` says."""
     if loop.inner == "ddp":
         return DistributedDataParallel(model)
+    if loop.inner == "sequence parallel":
+        return share_rows(model, init_device_mesh("cpu", (loop.members,)))
     mesh = None
     if loop.inner.startswith("pipeline"):
         place = int(os.environ["RANK"]) % loop.members * STAGES // loop.members
@@ -257,6 +260,19 @@ def split(model: nn.Module, loop: Loop) -> nn.Module:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def share_rows(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The model, whose norm runs on the rows of a member, between matrices that are split."""
+    rows = Shard(0)
+    styles = {
+        "0": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=rows, use_local_output=False
+        ),
+        "1": SequenceParallel(sequence_dim=0),
+        "4": ColwiseParallel(input_layouts=rows, output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, styles)
 
 
 def model_mesh(loop: Loop) -> DeviceMesh:

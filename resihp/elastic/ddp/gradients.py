@@ -17,7 +17,7 @@ from ..microbatches.assignment import Assignment
 from ..microbatches.ledger import indices
 from ..microbatches.tree_sum import Node, nodes, put
 from ..process_groups.abortable import AbortableProcessGroup
-from ..process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice
+from ..process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice, is_placed_apart
 from ..process_groups.tree_allreduce import tree_allreduce
 from .groups import ReplicaGroups
 
@@ -86,6 +86,8 @@ class LoopGradients:
         else:
             yield
         self._check(before)
+        if is_last or self._ordered:
+            self._redistribute()
         if self._ordered:
             leaf = [gradient.float() for gradient in self._local()]
             self._drop()
@@ -156,6 +158,18 @@ class LoopGradients:
     def _local(self) -> list[torch.Tensor]:
         """Return the local part of each gradient; zeros where there is none."""
         return [GradientSlice(parameter).read() for parameter in self.parameters]
+
+    def _redistribute(self) -> None:
+        """Give gradients the placements of their parameters; collective over their meshes.
+
+        The sums of a replica that has computed nothing have those, too.
+        """
+        for parameter in self.parameters:
+            if is_placed_apart(parameter):
+                assert isinstance(parameter, DTensor)
+                assert isinstance(parameter.grad, DTensor)
+                placements = parameter.placements
+                parameter.grad = parameter.grad.redistribute(placements=placements)
 
     def _put_in_place(self, total: Sequence[torch.Tensor]) -> None:
         for parameter, summed in zip(self.parameters, total, strict=True):

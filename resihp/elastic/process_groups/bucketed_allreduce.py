@@ -52,6 +52,20 @@ class GradientSlice:
         return local.nbytes
 
 
+def is_placed_apart(parameter: torch.nn.Parameter) -> bool:
+    """Return whether the gradient has other placements than its parameter.
+
+    That of a replicated parameter is partial where members of its mesh have used it on their own
+    parts of a sequence (`SequenceParallel`). It must be redistributed before it is read here.
+    """
+    gradient = parameter.grad
+    return (
+        isinstance(parameter, DTensor)
+        and isinstance(gradient, DTensor)
+        and gradient.placements != parameter.placements
+    )
+
+
 class _GradientVersions:
     """Detects gradients that change after they were copied.
 
@@ -222,6 +236,8 @@ class BucketedAllReduce:
             yield from bucket.slices
 
     def _completed(self, parameter: torch.nn.Parameter) -> None:
+        if is_placed_apart(parameter):
+            return  # complete when it is redistributed, behind the passes
         self._versions.added(parameter)
         for queue in self._queues:
             for bucket in queue:
