@@ -48,10 +48,12 @@ class ProposalBoard:
 
     def read(self, generation: int, *, recoveries_ago: int = 0) -> Proposal | None:
         """The proposal of `generation`, or None. Raises `JobStoppedError` if the job stops."""
-        key = keys.proposal(self._rendezvous.recovery - recoveries_ago, generation)
-        if not self._stores.ask(lambda: self._stores.store.check([key]), False):
+        store, recovery = self._stores.store, self._rendezvous.recovery - recoveries_ago
+        key = keys.proposal(recovery, generation)
+        written = self._stores.ask(lambda: store.get(key) if store.check([key]) else None, None)
+        if written is None:
             return None
-        document = json.loads(self._stores.store.get(key))
+        document = json.loads(written)
         if "stop" in document:
             raise JobStoppedError(document["stop"])
         return from_json(Proposal, document)
@@ -65,11 +67,17 @@ class ProposalBoard:
         return proposal
 
     def start_reshard(self, generation: int) -> None:
-        """Announce to idle ranks that the change to `generation` starts."""
-        self._stores.store.set(keys.reshard_started(self._rendezvous.recovery, generation), "1")
-        self._stores.store.add(keys.SIGNAL, 1)
+        """Announce to idle ranks that the change to `generation` starts, if the store answers."""
+        store = self._stores.store
+        key = keys.reshard_started(self._rendezvous.recovery, generation)
+
+        def announce() -> None:
+            store.set(key, "1")
+            store.add(keys.SIGNAL, 1)
+
+        self._stores.ask(announce, None)
 
     def reshard_started(self, generation: int) -> bool:
         """True once `start_reshard(generation)` has been called by a rank."""
         key = keys.reshard_started(self._rendezvous.recovery, generation)
-        return bool(self._stores.store.check([key]))
+        return self._stores.ask(lambda: bool(self._stores.store.check([key])), False)
