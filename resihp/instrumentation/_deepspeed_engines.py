@@ -9,6 +9,7 @@ table `_INSTRUCTION_MAP`, and transfers between them.
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -94,13 +95,16 @@ class InstructionPasses:
             for kind, run in getattr(engine, _TABLE).items()
         }
 
+        reference = ref(engine)
+
         def undo() -> None:
-            if vars(engine).get(_TABLE) is not table:
+            alive = reference()
+            if alive is None or vars(alive).get(_TABLE) is not table:
                 return
             if given is None:
-                delattr(engine, _TABLE)
+                delattr(alive, _TABLE)
             else:
-                setattr(engine, _TABLE, given)
+                setattr(alive, _TABLE, given)
 
         setattr(engine, _TABLE, table)
         patches.add(undo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -122,6 +123,7 @@ def instrument(
     timer, patches = monitor._timer, monitor._patches
     if is_engine(target):
         _time_engine(target, monitor, lengths)
+        _remove_with(target, monitor)
         return monitor
     modules = modules or [stage.submod for stage in stages]
     try:
@@ -141,6 +143,7 @@ def instrument(
             monitor._inferred.count(count * len(stages))
     else:
         ModulePasses(target, timer, lengths, patches)
+    _remove_with(target, monitor)
     return monitor
 
 
@@ -203,6 +206,14 @@ def _describe(target: Any, stages: Sequence[Any], rank: int) -> tuple[Schedule, 
     if is_pipeline_engine(target):
         return Schedule.ONE_F_ONE_B, describe_pipeline_engine(target, rank)
     return Schedule.ONE_F_ONE_B, describe_module([target], rank)
+
+
+def _remove_with(target: Any, monitor: InstrumentedMonitor) -> None:
+    """Have the monitor removed when nothing holds `target` any more; torch, which is patched, holds
+    the monitor until then."""
+    finalizer = finalize(target, monitor._timer.safely(monitor.remove))
+    finalizer.atexit = False  # the last step of a process is not ended early
+    monitor._patches.add(finalizer.detach)
 
 
 def _time_engine(engine: Any, monitor: InstrumentedMonitor, lengths: Lengths | None) -> None:

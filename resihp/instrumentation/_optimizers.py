@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim.optimizer import (
@@ -26,7 +26,7 @@ class OptimizerSteps:
     to no step. A step whose update a gradient scaler skips ends as well.
 
     optimizer   whose updates count, or several; None: every optimizer that holds a parameter of
-                `models`
+                `models`, which are not kept alive
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class OptimizerSteps:
     ) -> None:
         self._timer = timer
         self._optimizers = {id(one) for one in _unwrapped(optimizer)}
-        self._models = models
+        self._models = [ref(model) for model in models]
         self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         patches.add(register_optimizer_step_pre_hook(timer.safely(self._before)).remove)
         patches.add(register_optimizer_step_post_hook(timer.safely(self._after)).remove)
@@ -57,7 +57,8 @@ class OptimizerSteps:
         if self._optimizers:
             return id(optimizer) in self._optimizers
         if optimizer not in self._known:
-            held = {id(parameter) for model in self._models for parameter in model.parameters()}
+            models = [model for one in self._models if (model := one()) is not None]
+            held = {id(parameter) for model in models for parameter in model.parameters()}
             self._known[optimizer] = any(
                 id(parameter) in held
                 for group in optimizer.param_groups

@@ -44,16 +44,17 @@ class Patches:
         """
         if not callable(getattr(owner, name, None)):
             return False
+        key = object()
         with lock:
             layers = _Layers.of(owner, name)
-            layers.add(owner, wrapper)
-        reference = ref(owner)
+            layers.add(owner, key, wrapper)
+        of_owner, of_layers = ref(owner), ref(layers)  # wrappers may hold the owner
 
         def undo() -> None:
-            alive = reference()
-            if alive is not None:
+            alive, layers = of_owner(), of_layers()
+            if alive is not None and layers is not None:
                 with lock:
-                    layers.discard(alive, wrapper)
+                    layers.discard(alive, key)
 
         self._undo.append(undo)
         return True
@@ -75,7 +76,7 @@ class _Layers:
         self._name = name
         self._original = getattr(owner, name)
         self._own = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT
-        self._wrappers: list[Callable[[Any], Any]] = []
+        self._wrappers: dict[object, Callable[[Any], Any]] = {}
         self._shown: Any = None
 
     @classmethod
@@ -85,12 +86,12 @@ class _Layers:
         layers = getattr(shown, _LAYERS, None)  # which others copy, as `functools.wraps` does
         return layers if layers is not None and layers._shown is shown else cls(owner, name)
 
-    def add(self, owner: Any, wrapper: Callable[[Any], Any]) -> None:
-        self._wrappers.append(wrapper)
+    def add(self, owner: Any, key: object, wrapper: Callable[[Any], Any]) -> None:
+        self._wrappers[key] = wrapper
         self._show(owner)
 
-    def discard(self, owner: Any, wrapper: Callable[[Any], Any]) -> None:
-        self._wrappers.remove(wrapper)
+    def discard(self, owner: Any, key: object) -> None:
+        del self._wrappers[key]
         if vars(owner).get(self._name, _ABSENT) is self._shown:
             self._show(owner)
 
@@ -99,7 +100,7 @@ class _Layers:
             self._restore(owner)
             return
         shown = self._original
-        for wrapper in self._wrappers:
+        for wrapper in self._wrappers.values():
             shown = wrapper(shown)
         if not (inspect.isclass(owner) or inspect.ismodule(owner)):
             shown = _BoundWrapper(shown)

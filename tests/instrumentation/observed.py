@@ -32,8 +32,8 @@ class Model(nn.Module):
 class Observed:
     """A loop under `instrument`, with the records that reach the sidecar."""
 
-    def __init__(self, target=None, optimizer=True, **options) -> None:
-        self.sidecar = Sidecar()
+    def __init__(self, target=None, optimizer=True, sidecar=None, **options) -> None:
+        self.sidecar = sidecar or Sidecar()
         self.model = target if target is not None else Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.monitor = resihp.instrument(

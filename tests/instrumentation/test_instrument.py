@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -17,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import resihp
 from resihp.contracts import ContractError, Op
 from resihp.instrumentation._patches import Patches
-from tests.hooks.conftest import Sidecar
-from tests.instrumentation.observed import BACKWARD, FORWARD, OPTIMIZER, Model, one_step
+from tests.hooks.conftest import Sidecar, until
+from tests.instrumentation.observed import BACKWARD, FORWARD, OPTIMIZER, Model, Observed, one_step
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
@@ -280,6 +282,39 @@ def test_backward_pass_after_remove_is_not_recorded(observe, by_hand):
     with loop.monitor.step(), loop.monitor.forward():
         pass
     assert loop.passes() == [*one_step(0), (1, FORWARD, 0), (step + by_hand, FORWARD, 0)]
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_model_that_nobody_holds_is_freed_with_its_monitor(optimizer):
+    scaler_step, load = torch.amp.GradScaler.step, torch.utils.data.DataLoader.__iter__
+    sidecar = Sidecar()
+
+    def train():
+        loop = Observed(Synchronized(), optimizer, sidecar=sidecar)
+        loop.step()
+        loop.model(torch.ones(2, 3, 4)).sum().backward()  # within a step
+        return weakref.ref(loop.model), weakref.ref(loop.monitor)
+
+    model, monitor = train()
+
+    def are_freed():
+        gc.collect()  # does nothing while another thread collects
+        return model() is None and monitor() is None
+
+    until(are_freed, timeout_s=30.0)
+    assert torch.amp.GradScaler.step is scaler_step
+    assert torch.utils.data.DataLoader.__iter__ is load
+    assert sidecar.records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER, FORWARD, BACKWARD]
+
+
+def test_monitor_outlives_its_model(observe):
+    loop = observe()
+    loop.step()
+    del loop.model, loop.optimizer
+    gc.collect()
+    with loop.monitor.step(), loop.monitor.forward():
+        pass
+    assert loop.passes() == [*one_step(0), (1, FORWARD, 0)]
 
 
 class Synchronized(Model):
