@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from weakref import finalize, ref
 
 from resihp.instrumentation._patches import Patches
 
@@ -43,6 +44,10 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
         self._quotas: TrainerQuotas | None = None
         self._is_waiting = False
         self._begin: Callable[..., None] = self._observer.begin
+        if _transformers is not None:
+            of_train = Patches()  # a trainer tells its callbacks nothing of an error
+            of_train.wrap(_transformers.Trainer, "train", _ending_by_errors(ref(self)))
+            finalize(self, of_train.remove)
 
     @property
     def monitor(self) -> Any:
@@ -74,6 +79,14 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
         if quotas is not None:
             self._observer.safely(quotas.finish)()
         self._observer.close()
+
+    def _abort(self, trainer: Any, error: BaseException) -> None:
+        """Leave the model as it was, and report the error that ends this rank."""
+        if self._is_of(trainer):
+            try:
+                self._remove()
+            finally:
+                self._observer.end(error)
 
     def _remove(self) -> None:
         self._patches.remove()
@@ -152,3 +165,22 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
 
     def _is_of(self, trainer: Any) -> bool:
         return any(one is self for one in trainer.callback_handler.callbacks)
+
+
+def _ending_by_errors(callback: ref[ResiHPCallback]) -> Callable[..., Any]:
+    """Return a wrapper of `Trainer.train` that ends the callback's training by an error."""
+
+    def wrapper(train: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(train)
+        def train_observed(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(trainer, *args, **kwargs)
+            except BaseException as error:
+                alive = callback()
+                if alive is not None:
+                    alive._observer.safely(alive._abort)(trainer, error)
+                raise
+
+        return train_observed
+
+    return wrapper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import time
@@ -148,6 +149,43 @@ def test_a_failure_of_the_callback_is_counted(
     trainer.train()
     assert trainer.state.global_step == 4
     assert callback.monitor.stats.failures > 0
+
+
+def test_an_error_of_the_users_is_reported_and_the_model_is_left_as_it_was(
+    trainer_of: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    from transformers import Trainer, TrainerCallback
+
+    from resihp.integrations.transformers import ResiHPCallback
+
+    class Fails(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+            raise ValueError("scripted")
+
+    log = Trainer.log
+    callback = ResiHPCallback(client=sidecar)
+    trainer = trainer_of(callback, Fails())
+    with pytest.raises(ValueError, match="scripted"):
+        trainer.train()
+    assert not trainer.model._forward_hooks
+    assert not trainer.model._forward_pre_hooks
+    assert Trainer.log is log
+    assert "ValueError: scripted" in str(sidecar.heartbeats[-1])
+    assert callback.monitor.stats.failures == 0
+
+
+def test_a_callback_that_nobody_holds_leaves_the_trainer_as_it_was(
+    sidecar: InProcessSidecar,
+) -> None:
+    from transformers import Trainer
+
+    from resihp.integrations.transformers import ResiHPCallback
+
+    callback = ResiHPCallback(client=sidecar)
+    observed = Trainer.train
+    del callback
+    gc.collect()
+    assert Trainer.train is not observed
 
 
 def test_one_rank_has_no_quotas(
