@@ -33,6 +33,9 @@ _PROBE_BUDGET_MS = 5.0
 _CLOSE_TIMEOUT_S = 2.0
 DEFAULT_URL = "http://127.0.0.1:8700"
 _FORWARD, _BACKWARD, _OPTIMIZER, _P2P, _COLLECTIVE, _DATA = (int(op) for op in Op)
+_PASSES = (_FORWARD, _BACKWARD)
+_STEPS_UNDER_WAY = 8
+"""Steps whose passes `record` numbers at the same time."""
 
 
 class Monitor:
@@ -122,6 +125,7 @@ class Monitor:
             stacks=stacks, seed=seed, probes=self._probes,
             sensors=sensors_allowed() if sensors is None else sensors,
         )  # fmt: skip
+        self._recorded_indices: dict[int, dict[int, int]] = {}
         self._recording.put = self._sender.buffer.put
         self._recording.on_first_step = self._sender.buffer.open
         self._finalizer = weakref.finalize(self, self._sender.close, _CLOSE_TIMEOUT_S, fatal_error)
@@ -134,7 +138,10 @@ class Monitor:
 
     @current_step.setter
     def current_step(self, step: int) -> None:
-        self._recording.step = step
+        recording = self._recording
+        if step != recording.step:
+            recording.next_index.clear()
+        recording.step = step
 
     @property
     def plan_version(self) -> int:
@@ -253,7 +260,13 @@ class Monitor:
         peer: int = -1,
         start_ms: float = nan,
     ) -> None:
-        """Add a record that the caller timed; the fields are those of `TelemetryBatch`."""
+        """Add a record that the caller timed; the fields are those of `TelemetryBatch`.
+
+        A pass without `microbatch` is numbered as by `microbatch()`, in the order of the calls for
+        its step.
+        """
+        if microbatch == -1 and op in _PASSES:
+            microbatch = self._next_index(op, chunk, step)
         recording = self._recording
         recording.recorded = True
         put = recording.put
@@ -261,6 +274,24 @@ class Monitor:
             recording.plan_version, recording.step if step is None else step, microbatch, chunk, op,
             compute_ms, wait_ms, tokens, sequences, sum_sq_len, max_len, peer, start_ms,
         ))  # fmt: skip
+
+    def _next_index(self, op: Op, chunk: int, step: int | None) -> int:
+        """Return the number of earlier passes of a kind in a step, the present one or one of the
+        last few that were given to `record`."""
+        recording, counts_of = self._recording, self._recorded_indices
+        try:
+            if step is None or step == recording.step:
+                counts = recording.next_index
+            else:
+                counts = counts_of.setdefault(step, {})
+                if len(counts_of) > _STEPS_UNDER_WAY:
+                    del counts_of[next(iter(counts_of))]
+            key = chunk << 3 | op
+        except TypeError:  # the sender counts what is wrong with a record
+            return -1
+        index = counts.get(key, 0)
+        counts[key] = index + 1
+        return index
 
     def between_steps(self) -> None:
         """Run a probe that the sidecar has requested, if any; `step` calls this at its end."""

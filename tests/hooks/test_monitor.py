@@ -159,6 +159,34 @@ def test_record_takes_what_an_engine_timed_itself(monitor, sidecar):
     assert (records.sum_sq_len[0], records.peer[0], records.chunk[0]) == (34, 4, 1)
 
 
+def test_recorded_passes_are_numbered_within_their_step_as_blocks_are(monitor, sidecar):
+    monitor.record(op=Op.FORWARD, compute_ms=1)
+    with monitor.forward():
+        pass
+    monitor.record(op=Op.FORWARD, compute_ms=1, step=0)
+    monitor.record(op=Op.BACKWARD, compute_ms=1)
+    monitor.record(op=Op.BACKWARD, compute_ms=1, chunk=1)
+    monitor.record(op=Op.FORWARD, compute_ms=1, microbatch=7)
+    monitor.record(op=Op.OPTIMIZER, compute_ms=1)
+    monitor.current_step = 1
+    monitor.record(op=Op.FORWARD, compute_ms=1)
+    with monitor.step():
+        monitor.record(op=Op.FORWARD, compute_ms=1)
+    monitor.close()
+    assert sidecar.records.microbatch.tolist() == [0, 1, 2, 0, 0, 7, -1, 0, 0]
+
+
+def test_recorded_passes_of_other_steps_are_numbered_too(monitor, sidecar):
+    for step in range(1, 30):
+        for _ in range(2):
+            monitor.record(op=Op.FORWARD, compute_ms=1, step=step)
+            monitor.record(op=Op.BACKWARD, compute_ms=1, step=step - 1)
+    monitor.record(op=Op.FORWARD, compute_ms=1, step=["no number"])
+    monitor.close()
+    assert sidecar.records.microbatch.tolist() == [0, 0, 1, 1] * 29
+    assert monitor.stats.dropped == 1
+
+
 def test_plan_versions_never_share_a_batch(monitor, sidecar):
     for version in (0, 0, 1, 2, 2):
         monitor.plan_version = version
