@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from time import monotonic
 from typing import Protocol
 
@@ -55,6 +56,7 @@ class Registration:
         self._job = job if isinstance(job, Job) else None
         self._deferred = None if isinstance(job, str | Job) else job
         self._rank, self._failures = rank, failures
+        self._warn_of_a_rank_outside()
         self.reset()
 
     def reset(self) -> None:
@@ -99,6 +101,19 @@ class Registration:
         self._failures.warn_once(
             "unregistered", f"the sidecar has no job named {self.name!r}: telemetry waits{hint}"
         )
+
+    def _warn_of_a_rank_outside(self) -> None:
+        """Warn where the job has no place for this rank, unless it is to get one: as a joiner."""
+        if self._job is None or os.environ.get("RESIHP_JOIN") == "1":
+            return
+        ranks = self._job.layout.ranks
+        if self._rank not in ranks:
+            self._failures.warn_once(
+                "rank",
+                f"rank {self._rank} has no place in the layout of job {self.name!r}, whose ranks "
+                f"are {min(ranks)} to {max(ranks)}: there is no verdict on it unless a plan gives "
+                "it one",
+            )
 
     def _is_first(self) -> bool:
         return self._job is not None and self._rank == min(self._job.layout.ranks)

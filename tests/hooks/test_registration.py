@@ -174,3 +174,15 @@ def test_a_forked_child_registers_anew(start, forgetful, wait_until):
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(("rank", "joins", "warnings"), [(1, "0", 0), (5, "0", 1), (5, "1", 0)])
+def test_a_rank_outside_of_the_layout_is_warned_of_unless_it_joins(
+    make_monitor, monkeypatch, caplog, rank, joins, warnings
+):
+    monkeypatch.setenv("RESIHP_JOIN", joins)
+    monkeypatch.setenv("RANK", str(rank))
+    make_monitor(job=JOB, rank=None)
+    make_monitor(job=JOB.name, rank=None)
+    assert caplog.text.count(f"rank {rank} has no place in the layout of job 'j'") == warnings
+    assert caplog.text.count("whose ranks are 0 to 1") == warnings
