@@ -74,7 +74,7 @@ def test_a_joiner_takes_the_place_of_the_lost_stage(alone: Outcome, tmp_path: Pa
     case = replace(
         LOST,
         joiners=(5,),
-        welcome=(plan(10, with_second(5), from_step=LOST_AT + 2),),
+        welcome=(plan(10, with_second(5), from_step=LOST_AT + 1),),
         checkpoints=tmp_path / "saved",
     )
     outcome = run(case, tmp_path)
