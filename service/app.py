@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
@@ -14,6 +13,8 @@ from fastapi import FastAPI
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
+
+from resihp._process_limits import allow_open_files
 
 from .api import events, ingest, jobs, pages, plans
 from .api.context import AppContext
@@ -100,7 +101,9 @@ async def _open(
     adapters: AdapterFactory,
     metrics: HttpMetrics,
 ) -> AppContext:
-    _allow_open_files(settings.max_watchers + _OPEN_FILES)
+    wanted = settings.max_watchers + _OPEN_FILES
+    if (allowed := allow_open_files(wanted)) < wanted:
+        log.warning("few open files for connections (ulimit -n)", files=allowed, wanted=wanted)
     url = _open_redis(stack, settings)
     await asyncio.to_thread(check_redis, url)
     client = _connect(stack, url, _CONNECTIONS)
@@ -130,17 +133,6 @@ async def _expire_jobs(store: HttpStore, days: float) -> None:
             if expired:
                 log.info("ended jobs deleted", jobs=expired)
         await asyncio.sleep(_EXPIRE_EVERY_S)
-
-
-def _allow_open_files(number: int) -> None:
-    """Raise the process's own limit of open files, usually 1,024, as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= number:
-        return
-    allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < number:
-        log.warning("few open files for connections (ulimit -n)", files=allowed, wanted=number)
 
 
 def _connect(stack: contextlib.AsyncExitStack, url: str, connections: int) -> Redis:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 
+from resihp._process_limits import lower_priority
+
 from .counters import LevelCounters, ProblemLog
 from .history import best_first
 from .levels import Level, LocalDisk
@@ -18,7 +20,6 @@ from .staging.in_flight import (
     Pace,
     ShardIdentity,
 )
-from .thread_priority import lower_priority
 
 
 class LevelWorker:

@@ -160,26 +160,32 @@ def test_a_peer_that_is_gone_costs_its_level_alone() -> None:
         assert saver.counters.levels[own.name].saved == 3
 
 
-@pytest.mark.parametrize("host", ["::1", "localhost", ""])
-def test_copies_travel_over_every_kind_of_address(host: str) -> None:
-    if host == "::1" and not has_ipv6():
-        pytest.skip("no IPv6 here")
+@contextlib.contextmanager
+def connected_pair(host: str) -> Iterator[tuple[HostMemory, PeerMemory, PeerMemory]]:
+    """Memory of rank 0, and the levels of ranks 0 and 1 that know each other."""
     own, other = HostMemory(), HostMemory()
     peers, theirs = (
         PeerMemory(each, listen=(host, 0), token="ours", timeout=SOON) for each in (own, other)
     )
     try:
-        for level in (peers, theirs):
-            level.connect(0 if level is peers else 1, {0: peers.address, 1: theirs.address})
-        ranks = IndependentRank(0, (0,), run="one")
-        with Checkpointer([own, peers], ranks=ranks) as saver:
+        for rank, level in enumerate((peers, theirs)):
+            level.connect(rank, {0: peers.address, 1: theirs.address})
+        yield own, peers, theirs
+    finally:
+        peers.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost", ""])
+def test_copies_travel_over_every_kind_of_address(host: str) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    with connected_pair(host) as (own, peers, _):
+        with Checkpointer([own, peers], ranks=IndependentRank(0, (0,), run="one")) as saver:
             saver.save(0, stamped(0))
             assert saver.wait(300)
         own.store.clear()
         assert_stamped(back_from(peers)[1], 0)
-    finally:
-        peers.close()
-        theirs.close()
 
 
 def has_ipv6() -> bool:
@@ -190,24 +196,19 @@ def has_ipv6() -> bool:
 
 
 def test_a_damaged_copy_gives_way_to_another(caplog: pytest.LogCaptureFixture) -> None:
-    own, other = HostMemory(), HostMemory()
-    peers, theirs = (PeerMemory(each, token="ours", timeout=SOON) for each in (own, other))
-    try:
-        for level in (peers, theirs):
-            level.connect(0 if level is peers else 1, {0: peers.address, 1: theirs.address})
-        ranks = IndependentRank(0, (0,), run="one")
-        with Checkpointer([own, peers], ranks=ranks) as saver:
-            saver.save(0, stamped(0))
-            assert saver.wait(300)
-            assert saver.counters.levels[peers.name].saved == 1
-            image = own.store.get(0, 0)
-            image.tensors[0][image.index.tensors[1].data] ^= 1
-            restored, into = back_from(theirs)
-            assert_stamped(into, 0)
-            assert not restored.skipped
-    finally:
-        peers.close()
-        theirs.close()
+    ranks = IndependentRank(0, (0,), run="one")
+    with (
+        connected_pair("127.0.0.1") as (own, peers, theirs),
+        Checkpointer([own, peers], ranks=ranks) as saver,
+    ):
+        saver.save(0, stamped(0))
+        assert saver.wait(300)
+        assert saver.counters.levels[peers.name].saved == 1
+        image = own.store.get(0, 0)
+        image.tensors[0][image.index.tensors[1].data] ^= 1
+        restored, into = back_from(theirs)
+        assert_stamped(into, 0)
+        assert not restored.skipped
 
 
 @pytest.fixture

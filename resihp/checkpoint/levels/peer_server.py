@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import resource
 import socket
 import struct
 from collections import Counter, defaultdict
 from threading import Event, Lock, Thread
 from typing import Any
 
+from resihp._process_limits import allow_open_files
 from resihp.contracts import CheckpointError
 
 from ..counters import ProblemLog
@@ -121,7 +121,7 @@ class PeerServer:
         self._used = Counter[int]()
         self._connections: set[Connection] = set()
         self._lock, self._is_closed, self._problems = Lock(), Event(), ProblemLog()
-        _allow_open_files(_OPEN_FILES)
+        allow_open_files(_OPEN_FILES)
         self._socket = _listen(listen)
         self.address: Address = self._socket.getsockname()[:2]
         Thread(target=self._accept, name="resihp-checkpoint-peers", daemon=True).start()
@@ -246,16 +246,6 @@ def _listen(address: Address) -> socket.socket:
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, *_, resolved = min(found, key=lambda one: one[0] != socket.AF_INET)
     return socket.create_server(resolved, family=family)
-
-
-def _allow_open_files(number: int) -> None:
-    """Raise the process's own limit of open files, usually 1,024, as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= number:
-        return
-    allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _verify(index: FileIndex, tensors: memoryview, section: memoryview) -> None:

@@ -19,10 +19,9 @@ from threading import Event, Thread
 import torch
 from torch import Tensor
 
+from resihp._process_limits import BACKGROUND_NICENESS, lower_priority
 from resihp._shutdown import start_thread
 from resihp.contracts import CheckpointError
-
-from ..thread_priority import BACKGROUND_NICENESS, lower_priority
 
 _HUGE_BYTES, _STRETCH_BYTES = 2 << 20, 32 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25

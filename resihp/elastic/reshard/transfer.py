@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import torch
 
+from resihp._process_limits import lower_priority
 from resihp.contracts import CheckpointError, PeerLostError, Plan, StateLostError
 from resihp.layout import Param, Range
 
@@ -152,7 +150,7 @@ class StateTransfer:
 
     def _run(self) -> None:
         try:
-            _lower_priority()
+            lower_priority(_NICENESS)
             self._copy_state()
             self._is_copied = True
         except PeerLostError as error:
@@ -216,15 +214,6 @@ class StateTransfer:
             for param in unshared(new.shard, old):
                 if param in old.ranges:
                     yield param, old.ranges[param], new.ranges[param]
-
-
-def _lower_priority() -> None:
-    """Leave the cores to the training thread (Linux), as far as this process may."""
-    # As `resihp.checkpoint` does, which needs packages that a job without checkpoints lacks.
-    if sys.platform == "linux":
-        with suppress(OSError):  # a new niceness may be refused
-            niceness = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def distribute_replicated_state(
