@@ -220,7 +220,7 @@ def test_pieces_of_one_layout_fill_any_other(
         return shard
 
     shards = on_ranks(after.ranks, restored)
-    expected = trained.state()
+    expected = trained.state
     for param, tensors in gathered(shards).items():
         assert all(map(torch.equal, tensors, expected[param])), param.key
     for shard in shards.values():

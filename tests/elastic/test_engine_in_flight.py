@@ -44,8 +44,8 @@ def test_more_in_flight_changes_no_bit(deterministic: bool) -> None:
     )
     found = train(replace(setup, record=record), plan, STEPS)
     assert found.losses == usual.losses
-    expected = usual.state()
-    for param, tensors in found.state().items():
+    expected = usual.state
+    for param, tensors in found.state.items():
         assert all(map(torch.equal, tensors, expected[param])), param.key
     assert sorted(most_held(rank) for rank in ops.values()) == [1, 3, 7]
 

@@ -65,7 +65,7 @@ def test_a_chain_of_layouts_and_schedules_is_one_training(tmp_path: Path) -> Non
         after = outcome.full_state(f"after{generation + 1}")
         for key, tensors in before.items():
             assert all(map(torch.equal, tensors, after[key])), f"{key} changed in {generation + 1}"
-    reference = {param.key: tensors for param, tensors in alone.state().items()}
+    reference = {param.key: tensors for param, tensors in alone.state.items()}
     found = outcome.full_state()
     for key, tensors in reference.items():
         for expected, tensor in zip(tensors, found[key], strict=True):

@@ -95,8 +95,8 @@ def test_every_layout_trains_alike(model: Model, layout: Layout, alone: Run) -> 
     found = run(model, layout)
     assert found.losses == pytest.approx(alone.losses, abs=2e-5)
     assert found.norms == pytest.approx(alone.norms, rel=1e-4)
-    reference = alone.state()
-    for param, tensors in found.state().items():
+    reference = alone.state
+    for param, tensors in found.state.items():
         torch.testing.assert_close(tensors[0], reference[param][0], rtol=2e-2, atol=2e-4)
 
 
@@ -106,8 +106,8 @@ def test_a_split_backward_pass_changes_no_bit(model: Model) -> None:
     whole = run(model, LAYOUTS[layout])
     split = run(model, LAYOUTS[layout], Schedule.ZERO_BUBBLE)
     assert whole.losses == split.losses
-    for param, tensors in whole.state().items():
-        for one, other in zip(tensors, split.state()[param], strict=True):
+    for param, tensors in whole.state.items():
+        for one, other in zip(tensors, split.state[param], strict=True):
             assert torch.equal(one, other), param.key
 
 
@@ -123,8 +123,8 @@ def test_recomputation_changes_no_bit(name: str) -> None:
     for again, under in ((layers, plan), (layers, split), (attention, split)):
         found = train(again, under, 1)
         assert found.losses == kept.losses
-        for param, tensors in kept.state().items():
-            for one, other in zip(tensors, found.state()[param], strict=True):
+        for param, tensors in kept.state.items():
+            for one, other in zip(tensors, found.state[param], strict=True):
                 assert torch.equal(one, other), param.key
 
 
@@ -133,7 +133,7 @@ def test_bf16_operators_keep_float32_state_and_sums(alone: Run, model: Model) ->
     low = train(Setup(model, OPTIMIZER, batch, compute_dtype=torch.bfloat16), plan, STEPS)
     assert low.losses != alone.losses
     assert low.losses == pytest.approx(alone.losses, rel=1e-2)
-    state = low.state()  # replicas whose shards differ agree to the last bit
+    state = low.state  # replicas whose shards differ agree to the last bit
     assert {t.dtype for tensors in state.values() for t in tensors} == {torch.float32}
 
 
@@ -155,7 +155,7 @@ def test_ranks_without_a_head_sum_in_a_fixed_order_too() -> None:
     plan = Plan(version=0, layout=layout, quotas=(3, 2))
     found = train(Setup(model, OPTIMIZER, batch, deterministic=True), plan, STEPS)
     assert found.losses == pytest.approx(run(model, ALONE).losses, abs=2e-5)
-    found.state()
+    assert found.state  # asserts that those who hold the same agree
 
 
 def test_eager_and_plain_1f1b_are_the_same_training() -> None:

@@ -283,8 +283,8 @@ def plan_of(layout: Layout, quotas: tuple[int, ...], **more: Any) -> Plan:
 
 def assert_same(run: Run, other: Run) -> None:
     assert (run.losses, run.norms) == (other.losses, other.norms)
-    for param, tensors in other.state().items():
-        assert all(map(torch.equal, run.state()[param], tensors)), param.key
+    for param, tensors in other.state.items():
+        assert all(map(torch.equal, run.state[param], tensors)), param.key
 
 
 def work(step: int) -> list[float]:

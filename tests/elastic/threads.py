@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -44,6 +45,7 @@ class Run:
     shards: dict[int, Shard]
     stolen: list[int] = field(default_factory=list)
 
+    @cached_property
     def state(self) -> State:
         """The whole state; ranks that hold the same must agree to the last bit."""
         return gathered(self.shards)
