@@ -117,12 +117,26 @@ class Detector(Persistent):
             self._processes.sensors.clear()
             for message in messages:
                 self._take(message)
+        return self._told(before)
+
+    def finish(self) -> list[Verdict]:
+        """Judges the steps that still wait for records, as at the end of a trace; returns the
+        verdicts that they changed, like `update`. Later records of these steps are ignored."""
+        before = self._layout_state.snapshot()
+        self._judge(self._layout_state.assembler.finish())
+        return self._told(before)
+
+    def _told(self, before: tuple[Ints, np.ndarray]) -> list[Verdict]:
+        """The verdicts that changed, and those that wait to be told."""
         changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
         self._pending = {}
         return [changed[rank] for rank in sorted(changed)]
 
     def _take(self, batch: TelemetryBatch) -> None:
-        for step in self._layout_state.assembler.add(batch):
+        self._judge(self._layout_state.assembler.add(batch))
+
+    def _judge(self, steps: Iterable[TelemetryBatch]) -> None:
+        for step in steps:
             step = self._layout_state.transfers.separated(step)  # noqa: PLW2901 the same records
             if len(step):
                 self._recent.add(step, self._layout_state.places)

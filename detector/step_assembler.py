@@ -145,12 +145,13 @@ class StepProgress(Persistent):
             self._open[step] = opened
         opened.counts += np.bincount(index, minlength=self.ranks.size)
 
-    def close(self, lost: Iterable[int] = ()) -> Iterator[int]:
-        """Closes the steps that are whole or overdue, in order; `lost` ranks are not waited for."""
+    def close(self, lost: Iterable[int] = (), *, at_end: bool = False) -> Iterator[int]:
+        """Closes the steps that are whole or overdue, in order; `lost` ranks are not waited for,
+        and `at_end` of all records none is."""
         waited = ~np.isin(self.ranks, list(lost))
         while self._open:
             step = min(self._open)
-            opened, late = self._open[step], len(self._open) > _MOST_OPEN
+            opened, late = self._open[step], at_end or len(self._open) > _MOST_OPEN
             done = self._newest > step if self._expected is None else opened.counts >= self._habit
             whole = done[waited & (self.silent < SILENT_STEPS)].all() and opened.counts.any()
             if len(self._open) > _LAG_STEPS:
@@ -236,8 +237,13 @@ class StepAssembler(Persistent):
                 found += self._close()
         return found + self._close()
 
-    def _close(self) -> list[TelemetryBatch]:
-        return [self._assembled(self._records.pop(step)) for step in self.progress.close()]
+    def finish(self) -> list[TelemetryBatch]:
+        """Closes all open steps, as nothing more is to come; returns them in order."""
+        return self._close(at_end=True)
+
+    def _close(self, *, at_end: bool = False) -> list[TelemetryBatch]:
+        closed = self.progress.close(at_end=at_end)
+        return [self._assembled(self._records.pop(step)) for step in closed]
 
     def _put(self, step: int, part: TelemetryBatch) -> None:
         opened = self._records.setdefault(step, _OpenRecords())
