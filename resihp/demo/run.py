@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,21 @@ from .training.worker import STORE, run_rank, run_reference
 
 _STALLED_S = 300.0
 _REFERENCE_S = 600.0
+_MARK = ".resihp-demo"
+_OWN_NAMES = (
+    "sidecar", "logs", "reference.jsonl", "calibration-loads.f64", "loads.f64", "report.html",
+    "trace.parquet",
+)  # fmt: skip
 
 
 class DemoError(RuntimeError):
-    """The demo did not reach its end; carries the output of the ranks."""
+    """The demo could not begin, or did not reach its end; carries the output of the ranks."""
 
 
 def play(settings: DemoSettings, folder: Path, display: LiveDisplay) -> DemoRecord:
     """Run the demo; its report data and logs are left in `folder`. Raises `DemoError`."""
     start = time.monotonic()
-    for leftover in (folder / "sidecar", folder / "logs"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    for file in (*folder.glob("*.jsonl"), *folder.glob("*.f64")):
-        file.unlink()
+    _clear(folder, settings.layout.ranks)
     run = _Run(settings, folder, display)
     display.phase("Starting the sidecar on an embedded Redis")
     with Sidecar(folder / "sidecar") as sidecar:
@@ -51,6 +53,25 @@ def play(settings: DemoSettings, folder: Path, display: LiveDisplay) -> DemoReco
     display.phase("Training the undisturbed reference")
     reference = _reference(settings, folder, display)
     return run.record(reference, time.monotonic() - start)
+
+
+def _clear(folder: Path, ranks: Iterable[int]) -> None:
+    """Remove what an earlier demo has left in `folder`, which has a mark if that is so. Raises
+    `DemoError` where something of the same name is of another origin."""
+    names = [
+        *_OWN_NAMES,
+        *(f"{kind}-{rank}.jsonl" for kind in ("events", "records") for rank in ranks),
+    ]
+    present = [path for path in (folder / name for name in names) if path.exists()]
+    mark = folder / _MARK
+    if present and not mark.exists():
+        raise DemoError(f"{present[0]} is not of an earlier demo: choose another folder")
+    for path in present:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    mark.touch()
 
 
 def _reference(settings: DemoSettings, folder: Path, display: LiveDisplay) -> tuple[float, ...]:
