@@ -30,7 +30,7 @@ class Buffer:
         self._limit = 0  # sends the first entry to the slow path, at no cost for the others
         self._state = "new"
         self._dropped = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close what it has interrupted
 
     def put(self, entry: RecordFields | Span) -> None:
         """Keep an entry, or count it as dropped."""
@@ -69,5 +69,7 @@ class Buffer:
 
     def _open(self) -> None:
         if self._state == "new":
+            self._state = "opening"
             self._on_first()
-            self._state, self._limit = "open", self._capacity
+            if self._state == "opening":  # a signal's handler may have closed it
+                self._state, self._limit = "open", self._capacity

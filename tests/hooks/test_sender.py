@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 
 import pytest
 
 from resihp.contracts import Op, ServiceError
 from resihp.hooks import Monitor
+from resihp.hooks._buffer import Buffer
 
 
 def record(monitor, *steps):
@@ -98,6 +100,28 @@ def test_closing_is_bounded_and_counts_what_is_left(make_monitor, sidecar, wait_
     record(monitor, 3)
     assert monitor.stats.dropped == 4
     assert monitor.stats.queued == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_may_close_what_it_interrupts():
+    """It runs in the thread that holds the lock: while the sender starts, or as a record drops."""
+    buffers = []
+    starting = Buffer(1, lambda: buffers[-1].close())
+    buffers.append(starting)
+    starting.put(())
+    starting.put(())
+    assert (starting.dropped, len(starting.entries)) == (2, 0)
+
+    class Interrupted(deque):
+        def __len__(self):
+            buffers[-1].close()
+            return super().__len__()
+
+    full = Buffer(1, lambda: None)
+    buffers.append(full)
+    full.entries = Interrupted([()])
+    full.put(())
+    assert full.dropped == 1
 
 
 def test_many_threads_lose_nothing(make_monitor, sidecar):
