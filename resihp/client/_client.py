@@ -52,17 +52,20 @@ class Client:
 
     What is read again is transferred and decoded only if it has changed since (`ETag`).
 
-    url  base address of the sidecar
+    url    base address of the sidecar
+    token  of the sidecar; white space around it is ignored
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 5.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(url):
             raise ContractError("url", f"must be http://HOST[:PORT] or https://…, not {url!r}")
         if not timeout > 0:
             raise ContractError("timeout", f"must be above 0 seconds, not {timeout}")
         self.url = url.rstrip("/")
         self._timeout = timeout
+        token = (token or "").strip()  # files of secrets end with a newline
+        if not token.isascii() or not token.isprintable():
+            raise ContractError("token", "must be printable ASCII characters")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._pool: urllib3.PoolManager | None = None
         self._pid = -1
@@ -256,6 +259,14 @@ class Client:
                 _problem(answer), status=answer.status, retry_after_s=_retry_after_s(answer)
             )
         return answer
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port, or no IPv6 address
+        return False
 
 
 def _path(job: str, *parts: str) -> str:

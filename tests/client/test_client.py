@@ -148,11 +148,30 @@ def test_nobody_there(closed_port):
     assert caught.value.status is None
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:8700", "ftp://host", "http://"])
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:8700", "ftp://host", "http://", "http://[::1", "http://host:99999"]
+)
 def test_what_is_no_address(url):
     with pytest.raises(ContractError) as caught:
         Client(url)
     assert caught.value.field == "url"
+
+
+def test_white_space_around_the_token_is_none_of_it(service):
+    service.answer(200, {"status": "ok"})
+    Client(service.url, "secret\r\n").health()
+    Client(service.url, "\n").health()
+    assert [asked.headers.get("Authorization") for asked in service.asked] == [
+        "Bearer secret", None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", ["ключ", "a\x00b", "a\nb"])
+def test_what_is_no_token(token):
+    with pytest.raises(ContractError) as caught:
+        Client("http://127.0.0.1:9", token)
+    assert caught.value.field == "token"
+    assert token not in str(caught.value)
 
 
 def test_both_sides_of_a_fork_have_their_own_connection(client, service):
