@@ -34,8 +34,8 @@ class Cgroups:
         self._known, self._folders = "", dict[str, list[Path]]()
 
     def folders(self, controller: str) -> list[Path]:
-        """Folders of this process's cgroup and those above it, of one controller; the topmost
-        cgroup, which limits nothing, only where it is the process's own."""
+        """Folders of this process's cgroup and those above it that the mount shows, of one
+        controller. The topmost one limits nothing on a host, but is the whole of a container."""
         try:
             text = _text(self._membership)
         except OSError:  # a kernel without them
@@ -81,8 +81,7 @@ def _lineage(mount: _Mount, path: PurePosixPath) -> Iterator[Path]:
     yield folder
     while folder not in (mount.point, folder.parent):
         folder = folder.parent
-        if folder != mount.point:
-            yield folder
+        yield folder
 
 
 class _Throttling:
@@ -166,7 +165,11 @@ class _Thread:
 def _nodes(folder: Path) -> Iterator[tuple[int, int]]:
     """Each CPU with its NUMA node."""
     for node in folder.glob("node[0-9]*") if folder.is_dir() else ():
-        for part in filter(None, _text(node / "cpulist").strip().split(",")):
+        try:
+            cpus = _text(node / "cpulist")
+        except OSError:
+            continue
+        for part in filter(None, cpus.strip().split(",")):
             first, _, last = part.partition("-")
             for cpu in range(int(first), int(last or first) + 1):
                 yield cpu, int(node.name.removeprefix("node"))
@@ -199,7 +202,8 @@ def _stolen_s(proc: Path, cpus: int) -> float:
 
 
 def _text(file: Path) -> str:
-    with open(file) as stream:  # in half the time of `Path.read_text`
+    # In half the time of `Path.read_text`. Names in it are of any bytes.
+    with open(file, encoding="utf-8", errors="surrogateescape") as stream:
         return stream.read()
 
 

@@ -146,6 +146,15 @@ def test_the_cgroup_of_a_container_is_the_top_of_its_mount(kernel, membership):
     assert kernel.after(1.0).cpu_throttled == 0.4
 
 
+def test_the_quota_of_a_container_limits_the_cgroups_in_it(kernel):
+    kernel.cgroups("2 / cg -", of="0::/init.scope\n")
+    kernel.throttled_v2("cg", times=0, seconds=0.0, limit="200000")
+    kernel.throttled_v2("cg/init.scope", times=0, seconds=0.0, limit="max")
+    assert started(kernel).after(1.0).cpu_quota == 2.0
+    kernel.throttled_v2("cg", times=10, seconds=0.4, limit="200000")
+    assert kernel.after(1.0).cpu_throttled == 0.4
+
+
 def test_a_move_to_another_cgroup_is_no_jump(kernel):
     kernel.cgroups("1 / cg/cpu cpu", of="2:cpu:/one\n")
     kernel.throttled_v1("cg/cpu/one", times=5, seconds=2.0)
@@ -182,6 +191,26 @@ def test_waiting_faults_steal_pressure_frequency_and_numa(kernel):
         cpu_mhz=2000.0,
         numa_away=0.6667,
     )
+
+
+def test_names_of_any_bytes_and_a_node_without_cpus_silence_no_sensor(kernel):
+    kernel.thread(waited_s=1.0)
+    file = kernel.proc / f"self/task/{THREAD}/stat"
+    stat = file.read_bytes().replace(b"a name", b"caf\xe9")
+    for path in (file, kernel.proc / "self" / "stat"):
+        path.write_bytes(stat)
+    mount = f"31 23 0:28 / {kernel.root}/cg rw - cgroup2 cgroup rw\n".encode()
+    (kernel.proc / "self/mountinfo").write_bytes(
+        b"1 2 0:1 / /mnt/caf\xe9 rw - ext4 /dev/sda rw\n" + mount
+    )
+    kernel.write("proc/self/cgroup", "0::/\n")
+    kernel.throttled_v2("cg", times=0, seconds=0.0, limit="50000")
+    kernel.write("sys/devices/system/node/node0/cpulist", "0\n")
+    kernel.write("sys/devices/system/node/node1/cpulist", "1\n")
+    (kernel.sys / "devices/system/node/node2").mkdir()
+    sample = started(kernel).after(1.0)
+    assert (sample.cpu_quota, sample.major_faults, sample.numa_away) == (0.5, 0.0, 0.0)
+    assert kernel.recording.failures.count == 0
 
 
 def test_a_thread_that_has_ended_and_a_counter_that_starts_again_are_no_failure(kernel):
