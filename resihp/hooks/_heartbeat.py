@@ -143,12 +143,12 @@ class HeartbeatSender:
             left=left,
             error=error[:1_000],
         )
-        if self._is_asked and not left:
+        is_asked, self._is_asked = self._is_asked, False  # once, whatever becomes of it
+        if is_asked and not left:
             heartbeat = self._with_stack(heartbeat)
         try:
             answer = self._receiver.send_heartbeat(self._job, heartbeat)
         except ServiceError as lost:
-            self._is_asked = False
             self._last_beat_s -= (_UNCONDITIONAL - 1) * self.interval_s
             refused = lost.status is not None and 400 <= lost.status < 500
             if refused and lost.status not in (UNKNOWN_JOB, 429):
@@ -157,7 +157,7 @@ class HeartbeatSender:
             if heartbeat.sensors is not None and sampler is not None:
                 sampler.keep()
                 self._sensors_s = now_s
-            if self._is_asked:
+            if is_asked:
                 self._told_since_s = self._since_s
             is_told = self._told_since_s == self._since_s
             asks = isinstance(answer, Mapping) and answer.get("stack") is True

@@ -26,6 +26,11 @@ def stack_of(threads: Iterable[int]) -> tuple[str, ...]:
             code = frame.f_code
             if not str(frame.f_globals.get("__name__", "")).startswith(_OWN):
                 place = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-                lines.append(place[:_MOST_CHARACTERS])
+                lines.append(_printable(place[:_MOST_CHARACTERS]))
             frame = frame.f_back
     return tuple(lines)
+
+
+def _printable(text: str) -> str:
+    """Replace what UTF-8 cannot express: bytes of a file name that are none."""
+    return text.encode(errors="replace").decode()

@@ -16,8 +16,10 @@ import pytest
 from resihp.contracts import Heartbeat, Op, SensorSample, ServiceError
 from resihp.hooks import Monitor
 from resihp.hooks._heartbeat import HeartbeatSender
+from resihp.hooks._merger import packed_heartbeat
 from resihp.hooks._pace import heartbeat_interval_s, message_interval_s
 from resihp.hooks._spans import Recording
+from resihp.hooks._stack import stack_of
 from resihp.hooks._stats import FailureLog
 
 
@@ -158,6 +160,26 @@ def test_a_sidecar_that_refuses_stacks_still_gets_heartbeats(beating, sidecar, w
     sidecar.send_heartbeat = refuse
     with beating(interval_s=60).step():
         wait_until(lambda: sum(not beat.stack for beat in sidecar.heartbeats) > 5)
+
+
+def test_file_names_of_any_bytes_can_be_sent():
+    scope = {"__name__": "__main__"}
+    code = "def place(look, thread): return look([thread])"
+    exec(compile(code, b"/data/caf\xe9.py", "exec"), scope)
+    stack = scope["place"](stack_of, threading.get_ident())
+    assert stack[0] == "caf?.py:1 in place"
+    packed_heartbeat(Heartbeat(ranks=(0,), stack=stack))
+
+
+def test_a_stack_that_cannot_be_sent_costs_one_heartbeat(sidecar, monkeypatch):
+    sidecar.asks_for_stacks = True
+    broken = Mock(side_effect=RuntimeError("no frames"))
+    monkeypatch.setattr("resihp.hooks._heartbeat.stack_of", broken)
+    sender = Clocked(sidecar, monkeypatch)
+    with pytest.raises(RuntimeError, match="no frames"):
+        sender.beats(1)
+    sidecar.asks_for_stacks = False
+    assert len(sender.beats(3)) > 1
 
 
 class Clocked:

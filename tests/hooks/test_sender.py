@@ -105,20 +105,21 @@ def test_closing_is_bounded_and_counts_what_is_left(make_monitor, sidecar, wait_
 @pytest.mark.timeout(60)
 def test_a_signal_handler_may_close_what_it_interrupts():
     """It runs in the thread that holds the lock: while the sender starts, or as a record drops."""
-    buffers = []
-    starting = Buffer(1, lambda: buffers[-1].close())
-    buffers.append(starting)
+
+    def close():
+        buffer.close()
+
+    buffer = starting = Buffer(1, close)
     starting.put(())
     starting.put(())
     assert (starting.dropped, len(starting.entries)) == (2, 0)
 
     class Interrupted(deque):
         def __len__(self):
-            buffers[-1].close()
+            buffer.close()
             return super().__len__()
 
-    full = Buffer(1, lambda: None)
-    buffers.append(full)
+    buffer = full = Buffer(1, lambda: None)
     full.entries = Interrupted([()])
     full.put(())
     assert full.dropped == 1
