@@ -128,6 +128,7 @@ class Detector(Persistent):
 
     def _told(self, before: tuple[Ints, np.ndarray]) -> list[Verdict]:
         """The verdicts that changed, and those that wait to be told."""
+        self._drop_notes()
         changed = {**self._pending, **{v.rank: v for v in self._changed(before)}}
         self._pending = {}
         return [changed[rank] for rank in sorted(changed)]
@@ -208,7 +209,7 @@ class Detector(Persistent):
             self._layout_state.carry(rank, slowdown, since)
         self._recent.clear()
         self._processes.keep(self._is_known)
-        self._notes = {rank: note for rank, note in self._notes.items() if self._is_known(rank)}
+        self._drop_notes()
         early = list(self._ahead)
         self._ahead.clear()
         for batch in early:
@@ -241,11 +242,11 @@ class Detector(Persistent):
                     step, detail = heartbeat.step, _ENDED + heartbeat.error
                     failed += self.report_failure(ranks, step=step, detail=detail)
                 continue
-            for rank in ranks:
-                self._revive(rank)
             explained += self._processes.beat(
                 ranks, heartbeat, now, self._layout_state.status_table
             )
+            for rank in ranks:
+                self._revive(rank, replaced=self._processes.is_successor(rank, heartbeat))
         causes = self._verdicts_at(self._positions(explained))
         changed = {verdict.rank: verdict for verdict in (*failed, *self._changed(before), *causes)}
         return [changed[rank] for rank in sorted(changed)]
@@ -310,19 +311,31 @@ class Detector(Persistent):
     def _is_known(self, rank: int) -> bool:
         return rank in self._layout_state.places.members or self._probation.knows(rank)
 
-    def _revive(self, rank: int) -> None:
-        """Take back that a rank has stopped, if heartbeats were the only reason."""
-        if self._notes.get(rank, ("",))[0].startswith((_SILENCE, _ENDED)):
+    def _revive(self, rank: int, *, replaced: bool = False) -> None:
+        """Take back that a rank has stopped, if heartbeats were the only reason, or another process
+        has `replaced` the one that others reported."""
+        note = self._notes.get(rank)
+        if note is not None and (replaced or note[0].startswith((_SILENCE, _ENDED))):
             del self._notes[rank]
+            self._processes.revive(rank)
             self._layout_state.revive(rank)
+
+    def _drop_notes(self) -> None:
+        """Forget why ranks had stopped that work again, so that they can be found dead anew."""
+        if self._notes:
+            stopped = self._layout_state.stopped() | self._probation.stopped()
+            for rank in self._notes.keys() - stopped:
+                del self._notes[rank]
+                self._processes.revive(rank)
 
     def report_failure(
         self, ranks: Iterable[int], *, step: int | None = None, detail: str = "reported dead"
     ) -> list[Verdict]:
         """Takes a report, from survivors or the launcher, that ranks are gone."""
         before, ranks = self._layout_state.snapshot(), sorted(set(ranks))
-        for rank in self._layout_state.fail(ranks, step):
-            self._notes[rank] = (detail,)
+        found = self._layout_state.fail(ranks, step)
+        self._notes.update(dict.fromkeys(found, (detail,)))
+        self._processes.fail(found)
         last_step = self._layout_state.last_step or 0
         gone = self._probation.fail(ranks, step if step is not None else last_step)
         return [*self._changed(before), *gone]

@@ -99,6 +99,13 @@ class HeartbeatTracker(Persistent):
             sender.longest = max(gap, sender.longest - _FADE_LONGEST * sender.longest)
         sender.last, sender.dead = now, False
 
+    def revive(self, rank: int) -> None:
+        """Take that a rank held for dead works, though no beat of it came; its silence begins
+        when any rank was last heard."""
+        sender = self._senders.get(rank)
+        if sender is not None and sender.dead:
+            sender.last, sender.dead = self._heard, False
+
     def knows(self, rank: int) -> bool:
         """Return whether a rank has sent heartbeats and has not left."""
         return rank in self._senders

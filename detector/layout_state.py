@@ -188,6 +188,10 @@ class LayoutState(Persistent):
         found: list[int] = self.places.ranks[at].tolist()
         return found
 
+    def stopped(self) -> set[int]:
+        """Ranks that are held for dead."""
+        return set(self.places.ranks[self.status_table.status == FAIL_STOP].tolist())
+
     def revive(self, rank: int) -> None:
         """Marks a rank that was held for dead as healthy."""
         at, table = self._position(rank), self.status_table

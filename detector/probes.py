@@ -179,6 +179,11 @@ class Probation(Persistent):
             self._devices[rank].status, self._devices[rank].step = Status.FAIL_STOP, step
         return [self.verdict(rank) for rank in found]
 
+    def stopped(self) -> set[int]:
+        """Devices that are held for dead."""
+        devices = self._devices.items()
+        return {rank for rank, device in devices if device.status == Status.FAIL_STOP}
+
     def due(self, now: float, reference: list[int]) -> list[tuple[int, int]]:
         """Devices to be probed at `now` (seconds), each with one of the ranks in `reference` to
         compare with, another one each time."""

@@ -21,12 +21,13 @@ class RankProcesses(Persistent):
     """The newest process of each rank: its signs of life, the place of its training thread, and its
     sensors. Times are seconds of the heartbeats' clock."""
 
-    _saved = ("sensors", "_newest", "_heartbeats", "_hangs")
+    _saved = ("sensors", "_newest", "_failed", "_heartbeats", "_hangs")
     _newest: dict[int, tuple[str, int]]
+    _failed: dict[int, str]
 
     def __init__(self, places: RankTable) -> None:
         self.sensors = Sensors(places)
-        self._newest = {}
+        self._newest, self._failed = {}, {}
         self._heartbeats, self._hangs = HeartbeatTracker(), HangTracker()
         self._hanging: dict[int, Hang] = {}
         self._now = 0.0
@@ -67,6 +68,22 @@ class RankProcesses(Persistent):
         self.forget(ranks)
         if failed:
             self._heartbeats.fail(ranks)
+
+    def fail(self, ranks: Collection[int]) -> None:
+        """Note that the newest processes of ranks have failed, as others report."""
+        for rank in ranks:
+            self._failed[rank] = self._newest.get(rank, ("", 0))[0]
+
+    def is_successor(self, rank: int, heartbeat: Heartbeat) -> bool:
+        """Return whether a heartbeat is of another process than the one that failed; False where
+        either is not known, for it may be a late one of the dead process."""
+        failed = self._failed.get(rank)
+        return bool(failed and heartbeat.process) and heartbeat.process != failed
+
+    def revive(self, rank: int) -> None:
+        """Take that a rank works that was held for dead; a silence of it begins anew."""
+        self._failed.pop(rank, None)
+        self._heartbeats.revive(rank)
 
     def forget(self, ranks: Collection[int]) -> None:
         """Drop what is known of ranks."""

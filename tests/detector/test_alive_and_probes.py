@@ -1,6 +1,7 @@
 """Heartbeats and probes."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from resihp.contracts import (
     Job,
     Layout,
     Op,
+    Plan,
     Status,
     TelemetryBatch,
     TrainingPosition,
@@ -251,3 +253,59 @@ def test_an_answer_joins_the_evidence() -> None:
 def test_a_probe_of_no_time_is_refused() -> None:
     with pytest.raises(ContractError, match="rank_ms"):
         ProbeResult(rank=0, reference=1, kind=ProbeKind.GEMM, rank_ms=0.0, reference_ms=1.0)
+
+
+def fall_silent(detector: Detector, silent: int, now: int, **of: Any) -> list[int]:
+    """All ranks beat for a while, then all but one; returns the ranks that are found dead."""
+    for tick in range(now, now + 60):
+        beat(detector, tick, range(8), **of)
+    assert {v.status for v in detector.verdicts()} == {Status.HEALTHY}
+    found = list[Verdict]()
+    for tick in range(now + 60, now + 150):
+        beat(detector, tick, [rank for rank in range(8) if rank != silent], **of)
+        found += detector.check_alive(float(tick))
+    return [verdict.rank for verdict in found if verdict.status is Status.FAIL_STOP]
+
+
+@pytest.mark.parametrize("replanned", [True, False])
+def test_a_rank_that_works_again_after_a_report_can_be_found_dead(replanned: bool) -> None:
+    """Its failure was reported; the job goes on with it under a plan or from a checkpoint."""
+    detector = Detector(JOB)
+    for step in STEPS[:16]:
+        detector.update(step)
+    for tick in range(6):
+        beat(detector, tick, range(8))
+    detector.report_failure([5], step=16)
+    if replanned:
+        detector.apply_plan(Plan(version=1, layout=JOB.layout, quotas=JOB.quotas, from_step=9))
+    for step in STEPS[6:12]:
+        detector.update(replace(step, plan_version=int(replanned)))
+    assert fall_silent(detector, 5, 10) == [5]
+
+
+def test_a_rank_that_others_reported_works_again_when_another_process_takes_its_place() -> None:
+    """The job goes back by a single step, which alone is no sign of a restart."""
+    detector = Detector(JOB)
+    for step in STEPS[:16]:
+        detector.update(step)
+    for tick in range(6):
+        beat(detector, tick, range(8))
+    detector.report_failure([5], step=16, detail="exit code 137")
+    detector = Detector.restore(JOB, detector.save())
+    for step in STEPS[15:18]:
+        detector.update(step)
+    assert beat(detector, 7, [5]) == []  # a late one of the process that failed
+    assert state_of_5(detector) is Status.FAIL_STOP
+    (verdict,) = beat(detector, 20, [5], process="next", sequence=1)
+    assert (verdict.rank, verdict.status) == (5, Status.HEALTHY)
+    assert fall_silent(detector, 5, 21, process="next") == [5]
+
+
+def test_a_rank_that_records_bring_back_is_given_time_for_its_first_heartbeat() -> None:
+    """A replacement under a new plan sends records before the first heartbeat."""
+    detector = dead_in_step_20()
+    detector.apply_plan(Plan(version=1, layout=JOB.layout, quotas=JOB.quotas, from_step=16))
+    for step in STEPS[16:19]:
+        detector.update(replace(step, plan_version=1))
+    assert detector.check_alive(90.0) == []
+    assert state_of_5(detector) is Status.HEALTHY
