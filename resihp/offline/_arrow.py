@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 
 class ParquetColumns:
-    """The columns of one or several parquet files of one kind, one after the other.
+    """The columns of one or several parquet files of one kind, one after the other, and the
+    metadata of each.
 
     Raises what pyarrow raises for files that it cannot read.
     """
@@ -26,9 +27,11 @@ class ParquetColumns:
         self._files = [pq.ParquetFile(file) for file in files]
         schemas = [file.schema_arrow for file in self._files]
         self.names = [n for n in schemas[0].names if all(n in s.names for s in schemas[1:])]
-        self.metadata: dict[bytes, bytes] = dict(schemas[0].metadata or {})
-        for file in self._files[:1]:  # metadata added during writing is stored separately
-            self.metadata.update(file.metadata.metadata or {})
+        # Metadata added during writing is stored separately.
+        self.metadata: list[dict[bytes, bytes]] = [
+            {**(file.schema_arrow.metadata or {}), **(file.metadata.metadata or {})}
+            for file in self._files
+        ]
         self.rows = sum(file.metadata.num_rows for file in self._files)
 
     def release(self) -> None:

@@ -90,7 +90,7 @@ def _trace_of_columns(path: Path, columns: ParquetColumns) -> Trace:
     from ._resihp_parquet import JOB_KEY, own_trace
     from ._whatif import whatif_trace
 
-    if JOB_KEY in columns.metadata:
+    if any(JOB_KEY in metadata for metadata in columns.metadata):
         return own_trace(path, columns)
     if "optype" in columns.names:
         return whatif_trace(path, columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,40 +30,75 @@ PLANS_KEY = b"resihp.plans"
 
 def own_trace(path: Path, table: ParquetColumns) -> Trace:
     """The trace in parquet columns. Raises `TraceError` naming what is wrong."""
-    metadata = table.metadata
     try:
-        job = from_json(Job, json.loads(metadata[JOB_KEY]))
-        plans = from_json(tuple[Plan, ...], json.loads(metadata.get(PLANS_KEY, b"[]")))
-        columns = _columns(table)
-        TelemetryBatch(**{name: columns[name] for name in COLUMNS})
-    except (ValueError, ContractError) as error:
+        job = _job(table.metadata)
+        plans = _plans(table.metadata)
+        given: dict[str, Any] = {
+            name: _values(table, name, dtype) for name, (dtype, _) in COLUMNS.items()
+        }
+        records = TelemetryBatch(**given)
+        if not len(records):
+            raise ValueError("holds no records")
+        columns = {**records.columns(), "plan_version": _plan_version(table, plans)}
+    except (ValueError, ContractError, RecursionError) as error:
         raise TraceError(f"{path}: {error}") from None
-    if not columns["rank"].size:
-        raise TraceError(f"{path}: holds no records")
     return Trace(
-        path=path, format="resihp-parquet", job=job, tp=job.layout.tp, columns=columns, plans=plans
+        path=path,
+        format="resihp-parquet",
+        job=job,
+        tp=job.layout.tp,
+        columns=columns,
+        plans=tuple(plans[version] for version in sorted(plans)),
     )
 
 
-def _columns(table: ParquetColumns) -> dict[str, Any]:
-    columns: dict[str, Any] = {}
-    kinds = {**COLUMNS, "plan_version": (np.dtype(np.int64), 0)}
-    for name, (dtype, default) in kinds.items():
-        if name in table.names:
-            columns[name] = _values(table.read(name), name, dtype)
-        elif default is None:
-            raise ContractError(name, "the column is missing")
-        else:
-            columns[name] = np.full(table.rows, default, dtype)
-    return columns
+def _job(metadata: Sequence[Mapping[bytes, bytes]]) -> Job:
+    """The job of all files."""
+    jobs = [from_json(Job, json.loads(each[JOB_KEY])) for each in metadata if JOB_KEY in each]
+    if len(jobs) < len(metadata) or any(job != jobs[0] for job in jobs):
+        raise ValueError("the files are not of the same job; each job needs a folder of its own")
+    return jobs[0]
 
 
-def _values(column: Any, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _plans(metadata: Sequence[Mapping[bytes, bytes]]) -> dict[int, Plan]:
+    """The plans of all files by version."""
+    plans: dict[int, Plan] = {}
+    for each in metadata:
+        known = from_json(tuple[Plan, ...], json.loads(each.get(PLANS_KEY, b"[]")))
+        own = {plan.version: plan for plan in known}
+        if any(plans.get(v, plan).digest != plan.digest for v, plan in own.items()):
+            raise ValueError("the files hold different plans of the same version")
+        plans |= own
+    return plans
+
+
+def _plan_version(table: ParquetColumns, plans: Collection[int]) -> NDArray[np.int64]:
+    """The plan of every record; 0, the layout of the job, for the first one if its plan was not
+    recorded, as where a recording began late."""
+    name = "plan_version"
+    versions = _values(table, name, np.dtype(np.int64))
+    if versions is None:
+        return np.zeros(table.rows, np.int64)
+    if versions.dtype.kind not in "iu" or versions.max() > np.iinfo(np.int64).max:
+        raise ContractError(name, "must hold whole numbers of 64 bits")
+    if versions.min() < 0:
+        raise ContractError(name, "holds a value below 0")
+    first, *later = np.unique(versions).tolist()
+    if lacking := [version for version in later if version not in plans]:
+        raise ContractError(name, f"the plan of version {lacking[0]} was not recorded")
+    return np.where(versions == first, first if first in plans else 0, versions).astype(np.int64)
+
+
+def _values(table: ParquetColumns, name: str, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """The values of a column as they were stored; None where there is none."""
+    if name not in table.names:
+        return None
+    column = table.read(name)
     if column.null_count and dtype.kind != "f":
         raise ContractError(name, f"holds {column.null_count} empty values")
     if not is_number(column):
         raise ContractError(name, f"must hold numbers, not {column.type}")
-    return to_numpy(column).astype(dtype, copy=False)
+    return to_numpy(column)
 
 
 _ROWS = 1 << 16  # rows held back until they make a row group
@@ -93,7 +128,7 @@ class TraceWriter:
             self._flush()
 
     def add_plan(self, plan: Plan) -> None:
-        """Notes a plan that took effect."""
+        """Notes a plan that took effect. Records of a second plan cannot be read without it."""
         self._plans.append(plan)
 
     def close(self) -> None:

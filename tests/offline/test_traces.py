@@ -1,5 +1,7 @@
 """Reading and writing recordings."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -7,11 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.contracts import Job, Layout, Op, Plan, TelemetryBatch, TraceError
-from resihp.offline import TraceWriter, read_trace, write_trace
+from resihp.contracts import Job, Layout, Op, Plan, Status, TelemetryBatch, TraceError
+from resihp.offline import TraceWriter, analyze, read_trace, write_trace
+from resihp.testing.scenarios import Fault, steps_of
 from resihp.testing.synthetic_traces import Recipe, record, write_whatif
 
 JOB = Job(name="small", layout=Layout.grid(dp=2, pp=2, tp=1, layers=2), microbatches=4)
+
+
+PLANS = [Plan(version=version, layout=JOB.layout, quotas=(2, 2)) for version in (1, 2)]
 
 
 def batch_of(step, version=0, ranks=4):
@@ -30,7 +36,7 @@ def batch_of(step, version=0, ranks=4):
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=8))
 def test_a_recording_comes_back_step_by_step(tmp_path_factory, keys):
     path = tmp_path_factory.mktemp("own") / "run.parquet"
-    write_trace(path, JOB, [batch_of(step, version) for step, version in keys])
+    write_trace(path, JOB, [batch_of(step, version) for step, version in keys], PLANS)
     trace = read_trace(path)
     assert trace.format == "resihp-parquet"
     assert trace.job == JOB
@@ -207,3 +213,68 @@ def test_a_foreign_parquet_file_is_refused(tmp_path):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
     with pytest.raises(TraceError, match="neither a ResiHP recording"):
         read_trace(tmp_path / "a.parquet")
+
+
+def test_the_first_plan_that_was_recorded_may_be_any(tmp_path):
+    job = Job(name="late", layout=Layout.grid(dp=4, pp=2, tp=1, layers=2), microbatches=16)
+    steps = steps_of(job, [500], steps=16, seed=1, faults=[Fault(rank=3, factor=1.6, from_step=0)])
+    late = [replace(step, plan_version=3) for step in steps]
+    write_trace(tmp_path / "late.parquet", job, late)
+    trace = read_trace(tmp_path / "late.parquet")
+    assert {batch.plan_version for batch in trace.batches()} == {0}
+    assert [v.rank for v in analyze(trace).verdicts if v.status is Status.FAIL_SLOW] == [3]
+
+
+def test_a_later_plan_must_have_been_recorded(tmp_path):
+    batches = [batch_of(0), batch_of(1, version=1), batch_of(2, version=2)]
+    write_trace(tmp_path / "run.parquet", JOB, batches, PLANS[:1])
+    with pytest.raises(TraceError, match="the plan of version 2 was not recorded"):
+        read_trace(tmp_path / "run.parquet")
+
+
+@pytest.mark.parametrize(
+    ("column", "changed", "words"),
+    [
+        ("rank", lambda values: values.astype(np.int64) + 2**32, "rank: holds a value outside"),
+        ("rank", lambda values: values + 0.5, "rank: must hold whole numbers"),
+        ("op", lambda values: values.astype(np.int64) + 256, "op: holds a value outside"),
+        ("plan_version", lambda values: values + 0.5, "plan_version: must hold whole numbers"),
+        ("plan_version", lambda values: values - 1, "plan_version: holds a value below 0"),
+        (
+            "plan_version",
+            lambda values: values.astype(np.uint64) + np.uint64(2**63),
+            "plan_version: must hold whole numbers",
+        ),
+    ],
+)
+def test_a_number_that_its_column_cannot_hold_is_refused(tmp_path, column, changed, words):
+    path = tmp_path / "run.parquet"
+    write_trace(path, JOB, [batch_of(0)])
+    table = pq.read_table(path)
+    at, values = table.column_names.index(column), table.column(column).to_numpy()
+    pq.write_table(table.set_column(at, column, pa.array(changed(values))), path)
+    with pytest.raises(TraceError, match=words):
+        read_trace(path)
+
+
+def test_the_files_of_a_folder_are_of_one_job_and_their_plans_are_joined(tmp_path):
+    write_trace(tmp_path / "a.parquet", JOB, [batch_of(0)])
+    write_trace(tmp_path / "b.parquet", JOB, [batch_of(1, version=1)], PLANS[:1])
+    write_trace(tmp_path / "c.parquet", JOB, [batch_of(2, version=2)], PLANS)
+    assert read_trace(tmp_path).plans == tuple(PLANS)
+    other = replace(PLANS[1], quotas=(1, 3))
+    write_trace(tmp_path / "d.parquet", JOB, [batch_of(3, version=2)], [other])
+    with pytest.raises(TraceError, match="different plans of the same version"):
+        read_trace(tmp_path)
+    write_trace(tmp_path / "d.parquet", replace(JOB, name="other"), [batch_of(0)])
+    with pytest.raises(TraceError, match="not of the same job"):
+        read_trace(tmp_path)
+
+
+def test_metadata_that_is_nested_without_end_is_refused(tmp_path):
+    path = tmp_path / "run.parquet"
+    write_trace(path, JOB, [batch_of(0)])
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({b"resihp.job": b"[" * 100_000}), path)
+    with pytest.raises(TraceError, match="recursion"):
+        read_trace(path)
