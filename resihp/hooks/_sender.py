@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import sys
 import threading
@@ -26,6 +27,7 @@ from ._registration import Registration, Registry
 from ._sampler import Sampler
 from ._spans import Recording, Span
 from ._stats import FailureLog
+from ._workload import Snapshot, features
 
 _POLL_S = 0.002
 _LAST_DELAY_S = 0.1
@@ -125,6 +127,7 @@ class Sender:
             receiver, self._job, rank, recording, self._failures, interval_s=heartbeat_s,
             stacks=stacks, sampler=Sampler(recording) if sensors else None,
         )  # fmt: skip
+        self._tick_s = min(interval_s, heartbeat_s) if heartbeat_s > 0 else interval_s
         self.buffer = Buffer(capacity, self._start)
         self.reset()
 
@@ -141,6 +144,7 @@ class Sender:
         self._heartbeat.reset(self._process)
         self._messages = 0
         self._taken = 0
+        self._summed = 0  # of the oldest entries in the buffer: their work is a few numbers
         self._reported = 0  # dropped records that the sidecar knows of
         self.in_flight = 0  # records out of the buffer that are neither sent nor dropped
         self._closing = threading.Event()
@@ -172,8 +176,7 @@ class Sender:
                 Finalize(None, self.close, (_EXIT_TIMEOUT_S, current_error), exitpriority=0)
 
     def _run(self) -> None:
-        beat_s = self._heartbeat.interval_s
-        tick_s = min(self._interval_s, beat_s) if beat_s > 0 else self._interval_s
+        tick_s = self._tick_s
         next_flush_s = monotonic() + self._interval_s
         self._guarded(self._beat)
         while not self._closing.wait(tick_s):
@@ -207,11 +210,29 @@ class Sender:
     def _beat(self) -> None:
         self._heartbeat.observe(self._taken + len(self.buffer.entries))
         self._heartbeat.beat_if_due()
+        self._sum()
+
+    def _sum(self) -> None:
+        """Sum the work of entries that wait: lengths of many positions would take gigabytes while
+        the sidecar is away."""
+        self._adopt_device()
+        waiting = self.buffer.entries
+        while self._summed < len(waiting):
+            entry = waiting[self._summed]
+            if isinstance(entry, Span):
+                if not ready(entry):
+                    return
+                if isinstance(entry.work, Snapshot):
+                    with contextlib.suppress(Exception):  # counted as the entry is sent
+                        entry.work = features(entry.work)
+            self._summed += 1
+
+    def _adopt_device(self) -> None:
+        if (device := self._recording.device) is not None:
+            device.adopt_thread()
 
     def _flush(self) -> None:
-        device = self._recording.device
-        if device is not None:
-            device.adopt_thread()
+        self._adopt_device()
         if not self._registration.is_ready(now=self._closing.is_set()):
             return
         self._answer_probes()
@@ -236,6 +257,7 @@ class Sender:
             taken.append(entry)
             waiting.popleft()
         self._taken += len(taken)
+        self._summed = max(0, self._summed - len(taken))
         return taken
 
     def _deliver(self, entries: list[Record | Span]) -> int:
@@ -294,13 +316,15 @@ class Sender:
         return True
 
     def _pause(self, delay_s: float) -> bool:
-        """Wait before a repetition; False when there is no time for another."""
-        if not self._closing.wait(delay_s):
-            self._beat()
-            return True
-        left_s = self._deadline_s - monotonic()
-        sleep(max(0.0, min(_LAST_DELAY_S, left_s)))
-        return left_s > 0
+        """Wait before a repetition, beating; False when there is no time for another."""
+        until_s = monotonic() + delay_s
+        while (wait_s := until_s - monotonic()) > 0:
+            if self._closing.wait(min(wait_s, self._tick_s)):
+                left_s = self._deadline_s - monotonic()
+                sleep(max(0.0, min(_LAST_DELAY_S, left_s)))
+                return left_s > 0
+            self._guarded(self._beat)
+        return True
 
     def _wait_for_node(self) -> float:
         """Beat while the node's sender holds a message; return the seconds left for waiting."""

@@ -51,8 +51,8 @@ class Snapshot:
         return self.arrived is None or bool(self.arrived.query())
 
 
-Work = tuple[int, ...] | Snapshot
-"""Sequence lengths, or a snapshot from which they are computed."""
+Work = tuple[int, ...] | Snapshot | Features
+"""Sequence lengths, a snapshot from which they are computed, or what is computed from them."""
 
 
 def snapshot(seq_lens: Any, cu_seqlens: Any, attention_mask: Any) -> Work | None:
@@ -82,6 +82,8 @@ def snapshot_of(form: Form, value: Any) -> Work | None:
 
 def features(work: Work) -> Features:
     """Compute the work columns. Raises `ContractError` for values that cannot be lengths."""
+    if isinstance(work, Features):
+        return work
     if isinstance(work, Snapshot):
         work = _lengths(work.form, np.asarray(work.values))
     if not work:

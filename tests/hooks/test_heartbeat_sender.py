@@ -239,6 +239,18 @@ def test_heartbeats_go_on_while_telemetry_is_repeated(beating, sidecar, wait_unt
     assert monitor.stats.sent == 0
 
 
+def test_heartbeats_go_on_while_a_repetition_waits_as_long_as_it_is_told(
+    beating, sidecar, wait_until
+):
+    sidecar.script = [ServiceError("busy", status=429, retry_after_s=600.0)]
+    monitor = beating(interval_s=0.01)
+    monitor.record(op=Op.FORWARD, compute_ms=1.0)
+    wait_until(lambda: not sidecar.script)
+    heard = len(sidecar.heartbeats)
+    wait_until(lambda: len(sidecar.heartbeats) > heard + 4, timeout_s=25.0)
+    assert monitor.stats.sent == 0
+
+
 def test_large_jobs_beat_and_send_less_often():
     assert heartbeat_interval_s(1.0, 8) == 1.0
     assert heartbeat_interval_s(1.0, 10_000) == 10.0

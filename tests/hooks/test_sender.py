@@ -11,11 +11,14 @@ import threading
 import weakref
 from collections import deque
 
+import numpy as np
 import pytest
 
 from resihp.contracts import Op, ServiceError
 from resihp.hooks import Monitor
 from resihp.hooks._buffer import Buffer
+from resihp.hooks._spans import Span
+from resihp.hooks._workload import Features
 
 
 def record(monitor, *steps):
@@ -123,6 +126,22 @@ def test_a_signal_handler_may_close_what_it_interrupts():
     full.entries = Interrupted([()])
     full.put(())
     assert full.dropped == 1
+
+
+def test_what_waits_for_the_sidecar_takes_little_memory(make_monitor, sidecar, wait_until):
+    mask = np.tril(np.ones((1, 300, 300), bool))
+    monitor = make_monitor()
+    sidecar.script = [503] * 10_000
+    record(monitor, 0)
+    wait_until(lambda: sidecar.keys)
+    for _ in range(3):
+        with monitor.forward(attention_mask=mask):
+            pass
+    waiting = [span for span in monitor._sender.buffer.entries if isinstance(span, Span)]
+    wait_until(lambda: all(isinstance(span.work, Features) for span in waiting), timeout_s=25.0)
+    sidecar.script = []
+    wait_until(lambda: monitor.stats.sent == 4)
+    assert sidecar.records.max_len.tolist() == [-1, 300, 300, 300]
 
 
 def test_many_threads_lose_nothing(make_monitor, sidecar):
