@@ -65,10 +65,11 @@ class Detector(Persistent):
 
     _saved = (
         "plan_version", "counters", "_probe_budget", "_probation", "_layout_state", "_processes",
-        "_notes", "_recent", "_ahead",
+        "_notes", "_recent", "_ahead", "_pending",
     )  # fmt: skip
     _notes: dict[int, tuple[str, ...]]
     _ahead: deque[TelemetryBatch]
+    _pending: dict[int, Verdict]
 
     def __init__(
         self,
@@ -86,8 +87,7 @@ class Detector(Persistent):
         self._processes = RankProcesses(self._layout_state.places)
         self._probe_budget = ProbeBudget(self.settings.probes_per_minute)
         self._probation = Probation(self.settings)
-        self._pending: dict[int, Verdict] = {}
-        self._notes = {}
+        self._pending, self._notes = {}, {}
         self._recent = RecentSteps()
         self._ahead = deque(maxlen=_MOST_AHEAD)
 
@@ -212,8 +212,8 @@ class Detector(Persistent):
         self._drop_notes()
         early = list(self._ahead)
         self._ahead.clear()
-        for batch in early:
-            self._pending.update({verdict.rank: verdict for verdict in self.update(batch)})
+        changed = [verdict for batch in early for verdict in self.update(batch)]
+        self._pending.update({verdict.rank: verdict for verdict in changed})
 
     def heartbeat(self, ranks: Iterable[int], now: float) -> list[Verdict]:
         """Notes that ranks were alive at `now` (seconds of any monotonic clock).

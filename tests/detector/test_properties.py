@@ -164,6 +164,18 @@ def test_the_same_plan_again_does_nothing_and_another_one_of_its_version_replace
         assert [verdict.rank for verdict in same.verdicts()] == sorted(more.ranks)
 
 
+def test_verdicts_of_records_that_came_before_their_plan_are_returned_by_the_next_update() -> None:
+    stream = batches(with_lengths=True, steps=20)
+    detector = run(stream[:6])
+    for batch in stream[6:16]:
+        assert detector.update(replace(batch, plan_version=1)) == []
+    detector.apply_plan(Plan(version=1, layout=LAYOUT, quotas=JOB.quotas, from_step=6))
+    for same in (Detector.restore(JOB, detector.save(), settings=SETTINGS), detector):
+        (verdict,) = same.update(replace(stream[16], plan_version=1))
+        assert (verdict.rank, verdict.status) == (5, Status.FAIL_SLOW)
+        assert same.update(TelemetryBatch.empty(plan_version=1)) == []
+
+
 def test_a_rank_that_falls_silent_is_inconclusive_until_it_is_back() -> None:
     stream = batches(with_lengths=True, steps=24)
     detector = Detector(JOB, settings=SETTINGS)
