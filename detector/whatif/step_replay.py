@@ -96,7 +96,7 @@ class _Builder:
     def add_replica(self, replica: int, orders: Sequence[Sequence[Pass]]) -> None:
         """Adds all operations of a replica."""
         ends: dict[_Key, int] = {}  # the operation that ends with a pass's result
-        stages, chunks = len(orders), 1 + max(item.chunk for order in orders for item in order)
+        stages, chunks = len(orders), self.cells.chunks
         for stage, order in enumerate(orders):
             last = self.add(self.cells.of_step(2, stage), replica, [])
             for item in order:

@@ -71,6 +71,22 @@ def test_a_replica_is_replayed_with_its_own_numbers_in_flight():
     assert at_a_time == pytest.approx(6 * 4 * 30.0)
 
 
+def test_a_replica_without_microbatches_joins_the_collectives_only():
+    layout = Layout.grid(dp=3, pp=2, tp=1, layers=4)
+    job = Job(name="made up", layout=layout, microbatches=8, quotas=(4, 4, 0))
+    batch = records(job, steps=1, noise=0.0)
+    passes = (4 + 1) * 30.0
+    assert costs_of(job, layout, [batch]).step == pytest.approx(passes)
+    ranks = layout.replicas[2].ranks
+    idle = TelemetryBatch(
+        rank=ranks, step=[0, 0], microbatch=[-1, -1], op=[Op.COLLECTIVE] * 2, compute_ms=[7.0] * 2
+    )
+    with_collectives = costs_of(job, layout, [TelemetryBatch.concat([batch, idle])])
+    assert with_collectives.step == pytest.approx(passes + 7.0)
+    slow = records(job, slow={3: 1.4})
+    assert diagnose(job, layout, [slow]).root_cause is Cause.DEVICE
+
+
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE])
 def test_equal_work_on_equal_devices_loses_nothing(schedule):
     job = job_of(Layout.grid(dp=2, pp=4, tp=1, layers=4), 8, schedule=schedule)
