@@ -48,7 +48,7 @@ def _events(analysis: Analysis) -> Iterator[dict[str, Any]]:
         for spans, offset in zip(pair, (0, _IDEAL), strict=True):
             yield from _complete_events(spans, step, offset, origin_s)
             seen |= set(zip((spans.replica + offset).tolist(), spans.stage.tolist(), strict=True))
-        origin_s += float((pair[0].start_s + pair[0].duration_s).max())
+        origin_s += float((pair[0].start_s + pair[0].duration_s).max(initial=0.0))
     yield from _names(seen)
 
 

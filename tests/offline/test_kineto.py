@@ -219,3 +219,23 @@ def test_a_run_on_the_host_alone_is_read(tmp_path, annotated):
             assert batch.microbatch[batch.op == op].tolist() == [0, 1]
         assert (batch.op == Op.OPTIMIZER).any()
         assert (batch.compute_ms > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("operator", "sizes"),
+    [
+        ("aten::addmm", []),
+        ("aten::scaled_dot_product_attention", []),
+        ("aten::convolution", [[], []]),
+        ("aten::linear", []),
+    ],
+)
+def test_shapes_that_lack_dimensions_tell_nothing(tmp_path, operator, sizes):
+    events = device_events(0)
+    write(tmp_path / "whole.json", 0, events)
+    start = events[0]["ts"] + 20
+    args = {"Input Dims": sizes}
+    odd = {"ph": "X", "cat": "cpu_op", "name": operator, "ts": start, "dur": 5, "args": args}
+    write(tmp_path / "odd.json", 0, [*events, odd])
+    whole, other = read_trace(tmp_path / "whole.json"), read_trace(tmp_path / "odd.json")
+    assert list(other.batches()) == list(whole.batches())

@@ -7,7 +7,7 @@ import pytest
 
 from detector.whatif import OpKind
 from resihp.contracts import Cause, Status, TraceError
-from resihp.offline import analyze, read_trace
+from resihp.offline import analyze, read_trace, write_perfetto
 from resihp.offline.report import html
 from resihp.offline.timeline import TraceTimeline
 from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
@@ -41,6 +41,7 @@ def test_what_is_there_is_analyzed(name, tmp_path):
     assert {device["verdict"] for device in document["devices"]} == {"healthy"}
     assert len(document["devices"]) == len(set(ODD[name].rank.tolist()))
     assert "</html>" in html(analysis)
+    write_perfetto(analysis, tmp_path / "timeline.json")
 
 
 def test_a_rank_that_was_not_recorded_is_taken_to_be_as_its_peers(tmp_path):

@@ -173,6 +173,7 @@ def test_a_broken_column_is_named_in_one_line(tmp_path, changes, words):
         ("a.json", b"[]", "no timed events"),
         ("a.json", b'{"traceEvents": 3}', "not a profiler trace"),
         ("a.json.gz", b"plain", "not readable JSON"),
+        ("a.json.gz", b"\x1f\x8b\x08\0" + b"\xff" * 50, "not readable JSON"),
         ("a.pt", b"\x80\x02\0", "is a binary file of an unknown format"),
         (
             "a.csv",

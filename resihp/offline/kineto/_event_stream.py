@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ class EventStream:
         try:
             with _opened(self.path) as file:
                 yield from self._document(_JsonText(file))
-        except (OSError, EOFError, ValueError, RecursionError) as error:
+        except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             raise TraceError(f"{self.path}: is not readable JSON: {error}") from None
 
     def _document(self, text: _JsonText) -> Iterator[dict[str, Any]]:

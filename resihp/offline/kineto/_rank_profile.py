@@ -7,6 +7,7 @@ import math
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -219,7 +220,8 @@ class _Events:
         sequence = sequence if 0 <= sequence < 1 << 62 else -1
         _append(self._ops, start, stop, thread, kind, sequence, backward)
         if "Input Dims" in arguments and not backward:
-            self._add_shapes(name, start, arguments["Input Dims"])
+            with suppress(IndexError):  # a shape that lacks dimensions tells nothing
+                self._add_shapes(name, start, arguments["Input Dims"])
 
     def _add_shapes(self, name: str, start: float, sizes: Any) -> None:
         if name in _MATRICES:
