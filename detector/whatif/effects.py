@@ -287,7 +287,7 @@ def _affine(work: Floats, times: Floats) -> tuple[float, float]:
 def _fit(terms: Floats, times: Floats) -> NDArray[np.float64]:
     """Times fitted by the terms [K, …], by least squares of the relative error, outliers
     removed."""
-    use = np.isfinite(times) & np.isfinite(terms).all(axis=0)
+    use = np.isfinite(times) & (times > 0) & np.isfinite(terms).all(axis=0)
     fitted = np.full(times.shape, np.nan)
     if not use.any():
         return fitted

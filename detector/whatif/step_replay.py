@@ -205,7 +205,6 @@ class StepReplay:
             **{name: np.nan_to_num(getattr(cubes, name)) for name in _OTHERS},
         )
         graph = StepGraph.of(job, whole)
-        there = np.where(cubes.passes > 0, cubes.passes, np.nan)  # a time of 0 is not a measurement
 
         def factor(devices: Sequence[SlowDevice]) -> NDArray[np.float64]:
             replicas = np.arange(layout.dp)
@@ -213,9 +212,9 @@ class StepReplay:
 
         held_back = [device for device in slow if device.by_host]
         effects = Effects(
-            without_stalls(there),
+            without_stalls(_measured(cubes.passes)),
             cubes.work,
-            cubes.mates,
+            None if cubes.mates is None else _measured(cubes.mates),
             factor(slow),
             factor(held_back) if held_back else None,
         )
@@ -345,8 +344,13 @@ _OTHERS = ("p2p", "collective", "optimizer", "data", "microbatch_data")
 
 def _level(times: Floats, q: float) -> NDArray[np.float64]:
     """Quantile over the cells with a time above 0; 0 in the others."""
-    level = np.nan_to_num(quantile(np.where(times > 0, times, np.nan), q, tuple(range(times.ndim))))
+    level = np.nan_to_num(quantile(_measured(times), q, tuple(range(times.ndim))))
     return np.where(times > 0, level, 0.0)
+
+
+def _measured(times: Floats) -> NDArray[np.float64]:
+    """Times with NaN for 0, which is not a measurement."""
+    return np.where(times > 0, times, np.nan)
 
 
 def _complete(passes: Floats) -> NDArray[np.float64]:

@@ -119,6 +119,21 @@ def test_lengths_tell_work_from_devices_even_without_a_pipeline(dp):
         assert long.root_cause is Cause.SEQUENCE_IMBALANCE
 
 
+@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_pass_that_took_no_time_is_not_compared_with_others(pp, lengths):
+    """The members of a tensor-parallel group are their only peers."""
+    job = job_of(Layout.grid(dp=1, pp=pp, tp=2, layers=4), 4)
+    batch = records(job, slow={0: 1.4}, noise=0.02, spread=0.2, lengths=lengths)
+    empty = (batch.step == 3) & (batch.microbatch == 1) & (batch.op == Op.FORWARD)
+    for ranks in (0, 1), (1,):
+        rows = empty & np.isin(batch.rank, ranks)
+        odd = replace(batch, compute_ms=np.where(rows, 0.0, batch.compute_ms))
+        found, usual = (diagnose(job, job.layout, [each]) for each in (odd, batch))
+        assert found.root_cause is usual.root_cause
+        assert found.slowdown == pytest.approx(usual.slowdown, rel=0.05)
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_lengths_tell_work_from_noise_where_the_forward_pass_alone_is_timed(pp):
     job = job_of(Layout.grid(dp=4, pp=pp, tp=1, layers=4), 8)
