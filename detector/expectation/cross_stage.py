@@ -98,8 +98,10 @@ class CrossStageModel(Persistent):
                 self._learn(times, self._score(times)[0], trusted)
             self.regression.forget()
         result, expected = self._score(times)
-        plane, microbatch = self._plane(batch), np.maximum(batch.microbatch, 0)
-        result = replace(result, expected_ms=expected[plane, index, microbatch])
+        expected_ms = np.full(len(batch), np.nan)
+        known = batch.microbatch >= 0
+        expected_ms[known] = expected[self._cells(batch, index)]
+        result = replace(result, expected_ms=expected_ms)
         if self._levels.steps >= _SETTLED_STEPS and self._whole_class_is_off(result.value):
             self.misfits += 1
             return result
@@ -133,19 +135,18 @@ class CrossStageModel(Persistent):
 
     def _table(self, batch: TelemetryBatch, index: Ints) -> Floats:
         """Times in ms, shape (planes, ranks, microbatches); NaN where there is no record."""
-        width = int(batch.microbatch.max()) + 1
+        width = max(int(batch.microbatch.max()), 0) + 1
         table = np.full((self._planes, self._places.size, width), np.nan)
-        plane = self._plane(batch)
         usable = batch.microbatch >= 0
-        table[plane[usable], index[usable], batch.microbatch[usable]] = np.maximum(
-            batch.compute_ms[usable], 1e-6
-        )
+        table[self._cells(batch, index)] = np.maximum(batch.compute_ms[usable], 1e-6)
         return table
 
-    def _plane(self, batch: TelemetryBatch) -> Ints:
+    def _cells(self, batch: TelemetryBatch, index: Ints) -> tuple[Ints, Ints, Ints]:
+        """Places in the table of the records that tell their microbatch."""
         chunk = np.minimum(batch.chunk, self._job.chunks - 1).astype(np.int64)
-        plane: Ints = 2 * chunk + (batch.op == Op.BACKWARD)
-        return plane
+        plane, microbatch = 2 * chunk + (batch.op == Op.BACKWARD), batch.microbatch.astype(np.int64)
+        known = microbatch >= 0
+        return plane[known], index[known], microbatch[known]
 
     def _rows(self, times: Floats, slot: int) -> tuple[tuple[Ints, Ints, Ints], Ints, Floats]:
         """Records with a reference rank in a slot: their places, their cells and their terms."""

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from detector import Detector
+from detector.expectation.cross_stage import CrossStageModel
+from detector.rank_table import RankTable
 from detector.step_assembler import numbered
 from resihp.contracts import Job, Layout, Status, TelemetryBatch, Verdict
 from resihp.contracts.telemetry import MOST_MS
@@ -67,6 +69,26 @@ def test_microbatches_may_be_counted_through_the_whole_job(with_lengths: bool) -
     usual = stream(with_lengths=with_lengths, faulty=True)
     counted = [replace(b, microbatch=b.microbatch + 1_000_000 + 4 * b.step) for b in usual]
     assert judged(counted) == judged(usual) == {SLOW}
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_records_of_no_microbatch_break_nothing(share: float) -> None:
+    """Without lengths, nothing is expected of them; the others are compared as ever."""
+    rng, odd = np.random.default_rng(0), []
+    for batch in stream(with_lengths=False, faulty=True):
+        lost = rng.random(len(batch)) < share
+        odd.append(replace(batch, microbatch=np.where(lost, -1, batch.microbatch)))
+    assert judged(odd) == (set() if share == 1.0 else {SLOW})
+
+
+def test_the_work_of_a_record_of_no_microbatch_is_not_that_of_the_first() -> None:
+    places, (batch, *_) = RankTable.of(JOB.layout), stream(with_lengths=False, steps=1)
+    lost = replace(batch.select(batch.rank == SLOW), microbatch=np.full(8, -1))
+    mixed = TelemetryBatch.concat([batch, lost])
+    model = CrossStageModel(JOB, places)
+    found = model.residuals(mixed, places.index(mixed.rank), np.ones(places.size, bool))
+    assert found.expected_ms is not None
+    assert np.isfinite(found.expected_ms).tolist() == [True] * len(batch) + [False] * len(lost)
 
 
 def test_steps_may_be_far_apart_and_far_on() -> None:
