@@ -79,10 +79,13 @@ class MessageMerger(ABC):
     A message is due an interval after the last one was answered. It is sent as soon as all ranks
     that took part in the last one have handed in theirs, or `_PATIENCE_S` after it was due. All of
     them get their answers at the same time and so hand in their next ones at the same time.
+
+    is_stale  tells whether this process was stopped: what is held then is not sent, because it
+              would pass for a sign of life of ranks that may have died meanwhile
     """
 
-    def __init__(self, name: str, failures: FailureLog) -> None:
-        self._failures = failures
+    def __init__(self, name: str, failures: FailureLog, is_stale: Callable[[], bool]) -> None:
+        self._failures, self._is_stale = failures, is_stale
         self._changed = threading.Condition()
         self._waiting: list[RankMessage] = []
         self._last_sources: set[object] = set()
@@ -128,12 +131,14 @@ class MessageMerger(ABC):
 
     def _run(self) -> None:
         while messages := self._collected():
+            if self._is_stale():
+                _fail(messages, "the node's sender was stopped")
+                continue
             try:
                 self.send(messages)
             except Exception as error:  # noqa: BLE001 the boundary: these ranks repeat theirs
                 self._failures.add("the node's sender", error)
-                for message in messages:
-                    message.fail(ServiceError(f"the node's sender failed: {error!r}"))
+                _fail(messages, f"the node's sender failed: {error!r}")
 
     def _collected(self) -> list[RankMessage]:
         """Wait for the next messages to send; [] once it is closed."""
@@ -157,6 +162,11 @@ class MessageMerger(ABC):
         return due_s + min(_PATIENCE_S, self.interval_s / 2) - monotonic()
 
 
+def _fail(messages: Sequence[RankMessage], reason: str) -> None:
+    for message in messages:
+        message.fail(ServiceError(reason))
+
+
 class TelemetryMerger(MessageMerger):
     """Sends the records of several ranks in one message for each plan version.
 
@@ -165,9 +175,15 @@ class TelemetryMerger(MessageMerger):
     """
 
     def __init__(
-        self, client: Client, job: str, identity: str, pace: MessagePace, failures: FailureLog
+        self,
+        client: Client,
+        job: str,
+        identity: str,
+        pace: MessagePace,
+        failures: FailureLog,
+        is_stale: Callable[[], bool],
     ) -> None:
-        super().__init__("resihp-node-telemetry", failures)
+        super().__init__("resihp-node-telemetry", failures, is_stale)
         self._client, self._job, self._pace = client, job, pace
         self._keys = (f"{identity}-{number}" for number in count(1))
 
@@ -208,7 +224,7 @@ class TelemetryMerger(MessageMerger):
             part.message.answer(packed_answer(outcome))
 
     def _repeat(self, key: str, content: bytes) -> Answer | ServiceError:
-        """Send until there is an answer that is not temporary, or the merger closes."""
+        """Send until there is an answer that is not temporary, or the merger closes or is stale."""
         while True:
             try:
                 answer = self._client.send_telemetry(self._job, content, WireFormat.MSGPACK, key)
@@ -216,7 +232,7 @@ class TelemetryMerger(MessageMerger):
                 if not is_temporary(error):
                     return error
                 self._failures.warn_once("away", f"telemetry waits for the sidecar: {error}")
-                if self.closing.wait(self._pace.refused(error)):
+                if self.closing.wait(self._pace.refused(error)) or self._is_stale():
                     return error
             else:
                 self._pace.accepted(answer)
@@ -253,8 +269,15 @@ def _mergeable(parts: Sequence[_TelemetryPart]) -> Iterator[list[_TelemetryPart]
 class HeartbeatMerger(MessageMerger):
     """Sends the heartbeats of several ranks in one list; one that is lost is not repeated."""
 
-    def __init__(self, client: Client, job: str, interval_s: float, failures: FailureLog) -> None:
-        super().__init__("resihp-node-heartbeats", failures)
+    def __init__(
+        self,
+        client: Client,
+        job: str,
+        interval_s: float,
+        failures: FailureLog,
+        is_stale: Callable[[], bool],
+    ) -> None:
+        super().__init__("resihp-node-heartbeats", failures, is_stale)
         self._client, self._job, self._interval_s = client, job, interval_s
 
     @property

@@ -63,11 +63,14 @@ class NodeSender:
         self._listener, self._failures = listener, failures
         self._own = _Rank(own)
         self._ranks: set[_Rank] = set()
+        self._ran_s = monotonic()
         identity, pace = f"{uuid.uuid4().hex}-node", MessagePace(interval_s, seed)
         self._mergers: dict[FrameKind, MessageMerger] = {
-            FrameKind.TELEMETRY: TelemetryMerger(client, job, identity, pace, failures),
+            FrameKind.TELEMETRY: TelemetryMerger(
+                client, job, identity, pace, failures, self._was_stopped
+            ),
             FrameKind.HEARTBEAT: HeartbeatMerger(
-                client, job, min(heartbeat_s, _LONGEST_HOLD_S), failures
+                client, job, min(heartbeat_s, _LONGEST_HOLD_S), failures, self._was_stopped
             ),
         }
         self._selector = selectors.DefaultSelector()
@@ -75,6 +78,7 @@ class NodeSender:
 
     def start(self) -> None:
         """Start the threads. Raises `RuntimeError` if the process cannot have more."""
+        self._ran_s = monotonic()
         try:
             for thread in (*(merger.thread for merger in self._mergers.values()), self._thread):
                 thread.start()
@@ -111,13 +115,12 @@ class NodeSender:
     def _serve(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._add(self._own)
-        ran_s = waits_s = monotonic()
+        waits_s = self._ran_s
         while self._own in self._ranks:
             ready = self._selector.select(_WAIT_EVERY_S)
-            now_s = monotonic()
-            if now_s - ran_s > SILENCE_S:
+            if self._was_stopped():
                 return
-            ran_s = now_s
+            self._ran_s = now_s = monotonic()
             for key, _ in ready:
                 if key.data is None:
                     self._accept()
@@ -127,6 +130,10 @@ class NodeSender:
                 waits_s = now_s
                 for rank in [rank for rank in self._ranks if rank.held]:
                     self._send(rank, FrameKind.WAIT)
+
+    def _was_stopped(self) -> bool:
+        """Return whether the loop, which runs every 0.5 s, has not; from any thread."""
+        return monotonic() - self._ran_s > SILENCE_S
 
     def _accept(self) -> None:
         try:

@@ -19,12 +19,19 @@ from typing import Any
 import pytest
 
 from resihp.client import Client
-from resihp.contracts import Job, Layout, Op, ServiceError, Status, TelemetryBatch
+from resihp.contracts import Heartbeat, Job, Layout, Op, ServiceError, Status, TelemetryBatch
 from resihp.contracts.codec import WireFormat, decode, encode
 from resihp.hooks import Monitor
-from resihp.hooks._merger import packed_telemetry
+from resihp.hooks._merger import (
+    HeartbeatMerger,
+    RankMessage,
+    packed_error,
+    packed_heartbeat,
+    packed_telemetry,
+)
 from resihp.hooks._node_socket import FrameKind, FrameSocket, NodeAddress
 from resihp.hooks._pace import MessagePace
+from resihp.hooks._stats import FailureLog
 from service import Sidecar
 
 RANKS = 4
@@ -242,6 +249,33 @@ def test_another_rank_takes_over_from_a_sender_that_dies_or_stands_still(sidecar
         assert counts["dropped"] == 0
         twice = [step for step, n in Counter(sidecar.steps(rank.rank)).items() if n > 1]
         assert len(twice) < counts["step"] / 2  # at most what was on its way at that moment
+
+
+def test_a_sender_that_was_stopped_sends_no_sign_of_life_of_a_rank_that_died(sidecar, start):
+    ranks = start(sidecar.url)
+    until_together(sidecar, RANKS)
+    stopped = sender_of(ranks)
+    dead = next(rank for rank in ranks if rank is not stopped)
+    stopped.process.send_signal(signal.SIGSTOP)
+    dead.process.kill()
+    until_together(sidecar, RANKS - 2)  # another one sends
+    sidecar.beating()
+    stopped.process.send_signal(signal.SIGCONT)
+    until_together(sidecar, RANKS - 1)
+    assert dead.rank not in sidecar.beating()
+
+
+def test_what_a_stale_merger_holds_goes_back_to_its_rank(sidecar):
+    answers: list[bytes] = []
+    merger = HeartbeatMerger(Client(sidecar.url), "j", 0.1, FailureLog(), lambda: True)
+    merger.thread.start()
+    content = packed_heartbeat(Heartbeat(ranks=(1,)))
+    merger.add(RankMessage("rank 1", content, answers.append))
+    until(lambda: answers)
+    merger.close()
+    merger.thread.join(60)
+    assert answers == [packed_error(ServiceError("the node's sender was stopped"))]
+    assert not sidecar.beats
 
 
 def test_the_detector_names_a_dead_sender_and_no_other_rank(start, tmp_path):
