@@ -84,10 +84,14 @@ def test_a_forward_pass_before_the_recording_is_left_out():
     assert [first for first, _ in found] == [None, Window(400.0, 418.0, 0)]
 
 
-def passes_of(*marks):
+ONE_STEP = (StepRange(0.0, 1000.0, 0),)
+
+
+def passes_of(*marks, steps=ONE_STEP):
     none = Operators(*(NOTHING,) * 6), Shapes(*(NOTHING,) * 6), np.empty((3, 0))
     profile = RankProfile(0, 0.0, (), *none, (), tuple(sorted(Mark(*mark) for mark in marks)))
-    return find_passes(profile, [StepRange(0.0, 1000.0, 0)])[0]
+    found = find_passes(profile, steps)
+    return found[0] if len(steps) == 1 else found
 
 
 def test_the_outermost_range_counts_and_none_that_holds_both_kinds():
@@ -99,9 +103,66 @@ def test_the_outermost_range_counts_and_none_that_holds_both_kinds():
         (110, 120, 0, "FSDP::pre_backward (blocks.0)"),
     )
     assert [(one.op, one.microbatch, one.windows) for one in found] == [
-        (Op.FORWARD, 3, (Window(10, 90, 0),)),
-        (Op.BACKWARD, 3, (Window(100, 300, 0),)),
+        (Op.FORWARD, 0, (Window(10, 90, 0),)),
+        (Op.BACKWARD, 0, (Window(100, 300, 0),)),
     ]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 9), st.integers(1, 9), st.integers(0, 1), st.sampled_from(["F", "B"])
+        ),
+        max_size=9,
+        unique_by=lambda one: (one[0], one[0] + one[1], one[2]),
+    )
+)
+def test_the_passes_are_those_that_lie_in_no_other(ranges):
+    words = {"F": "forward", "B": "backward"}
+    marks = [(at, at + lasts, thread, words[op]) for at, lasts, thread, op in ranges]
+
+    def holds(outer, inner):
+        is_same = outer[2] == inner[2] and outer != inner
+        return is_same and outer[0] <= inner[0] and inner[1] <= outer[1]
+
+    pure = [m for m in marks if not any(holds(m, other) and m[3] != other[3] for other in marks)]
+    whole = [m for m in pure if not any(holds(other, m) and m[3] == other[3] for other in pure)]
+    if len({name for *_, name in whole}) < 2:
+        whole = []
+    found = [(one.windows[0], one.op.name.lower()) for one in passes_of(*marks)]
+    assert sorted(
+        (window.start_us, window.stop_us, window.thread, name)
+        for window, name in found
+        if window.thread >= 0
+    ) == sorted(whole)
+
+
+def test_a_range_for_every_layer_costs_no_more_than_the_ranges():
+    count = 60_000  # all pairs of them would take an hour
+    marks = [(2 * at, 2 * at + 1, 0, ("forward", "backward")[at % 2]) for at in range(count)]
+    steps = (StepRange(0.0, 2.0 * count, 0),)
+    assert len(passes_of(*marks, steps=steps)) == count
+
+
+def test_microbatches_are_numbered_in_each_step():
+    first, marks = 10**20, []
+    for at in range(4):
+        marks += [(100 * at, 100 * at + 40, 0, f"forward mb {first + at}")]
+        marks += [(100 * at + 50, 100 * at + 90, 0, f"backward mb {first + at}")]
+    steps = (StepRange(0.0, 200.0, 0), StepRange(200.0, 400.0, 1))
+    numbers = [[one.microbatch for one in each] for each in passes_of(*marks, steps=steps)]
+    assert numbers == [[0, 0, 1, 1]] * 2
+
+
+def test_a_microbatch_that_was_not_recorded_keeps_its_number():
+    marks = [
+        (100 * at + start, 100 * at + stop, 0, f"{name} mb {number}")
+        for at, number in enumerate([0, 1, 2, 0, 2])
+        for start, stop, name in ((0, 40, "forward"), (50, 90, "backward"))
+    ]
+    steps = (StepRange(0.0, 300.0, 0), StepRange(300.0, 500.0, 1))
+    numbers = [sorted({one.microbatch for one in each}) for each in passes_of(*marks, steps=steps)]
+    assert numbers == [[0, 1, 2], [0, 2]]
 
 
 def test_actions_of_a_schedule_are_passes_of_chunks():

@@ -9,9 +9,10 @@ forward pass.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -90,8 +91,26 @@ def find_passes(profile: RankProfile, steps: Sequence[StepRange]) -> list[list[P
         if at >= 0 and backward[0].start_us < steps[at].stop_us:
             recorded[at].append((forward, backward))
     stages = _stages(profile.marks)
+    return _from_zero(
+        [list(_passes_of(step, marks[at], recorded[at], stages)) for at, step in enumerate(steps)]
+    )
+
+
+def _from_zero(steps: Sequence[list[PassWindows]]) -> list[list[PassWindows]]:
+    """The passes of each step with its microbatches numbered from 0, which some jobs number through
+    all steps. As they are where all numbers are below that of the microbatches in a step."""
+    numbers = [sorted({one.microbatch for one in each if one.microbatch >= 0}) for each in steps]
+    usual = max(map(len, numbers), default=0)
     return [
-        list(_passes_of(step, marks[at], recorded[at], stages)) for at, step in enumerate(steps)
+        each
+        if not number or number[-1] < usual
+        else [
+            one
+            if one.microbatch < 0
+            else replace(one, microbatch=bisect_left(number, one.microbatch))
+            for one in each
+        ]
+        for each, number in zip(steps, numbers, strict=True)
     ]
 
 
@@ -141,16 +160,14 @@ def _named(marks: Sequence[Mark]) -> list[PassWindows]:
         if not _OF_TORCH.match(mark.name)
     ]
     passes = [(mark, op) for mark, op in kinds if op is not None]
-    passes = [
-        (mark, op)
-        for mark, op in passes
-        if not any(op is not other and _holds(mark, inner) for inner, other in passes)
-    ]
+    passes.sort(key=lambda one: (one[0].start_us, -one[0].stop_us, one[0].thread))
     counts: dict[Op, int] = defaultdict(int)
+    reach: dict[tuple[int, Op], float] = {}
     found = []
-    for mark, op in sorted(passes):
-        if any(op is other and _holds(outer, mark) for outer, other in passes):
+    for mark, op in _of_one_kind(passes):
+        if mark.stop_us <= reach.get((mark.thread, op), -np.inf):
             continue
+        reach[mark.thread, op] = mark.stop_us
         number = _MICROBATCH.search(mark.name)
         at = int(number.group(1)) if number else counts[op]
         counts[op] += 1
@@ -158,13 +175,16 @@ def _named(marks: Sequence[Mark]) -> list[PassWindows]:
     return found if len(counts) == 2 else []
 
 
-def _holds(outer: Mark, inner: Mark) -> bool:
-    return (
-        outer is not inner
-        and outer.thread == inner.thread
-        and outer.start_us <= inner.start_us
-        and inner.stop_us <= outer.stop_us
-    )
+def _of_one_kind(passes: Sequence[tuple[Mark, Op]]) -> list[tuple[Mark, Op]]:
+    """The passes, in the order of their start, that hold none of the other kind on their thread."""
+    ends: dict[tuple[int, Op], float] = {}  # the first end of those that start later
+    kept = []
+    for mark, op in reversed(passes):
+        other = Op.BACKWARD if op is Op.FORWARD else Op.FORWARD
+        if ends.get((mark.thread, other), np.inf) > mark.stop_us:
+            kept.append((mark, op))
+        ends[mark.thread, op] = min(ends.get((mark.thread, op), np.inf), mark.stop_us)
+    return kept[::-1]
 
 
 def _stages(marks: Sequence[Mark]) -> list[int]:
