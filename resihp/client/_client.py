@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -33,6 +34,26 @@ _JSON = {"Content-Type": "application/json"}
 _MAX_DETAIL = 500
 _UNCHANGED = 304
 _MOST_KNOWN = 16  # answers kept: those of a few jobs
+_MOST_BYTES, _MOST_PROBLEM_BYTES = 64 << 20, 1 << 20
+"""Longest answer, and what is read of one that is an error."""
+_READ_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A whole answer."""
+
+    status: int
+    reason: str
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """Content. Raises `ValueError` if it is not JSON."""
+        try:
+            return json.loads(self.body)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
 
 
 @dataclass(frozen=True)
@@ -219,7 +240,7 @@ class Client:
                 self._known.clear()
         return value
 
-    def _send(self, method: str, path: str, document: Any) -> urllib3.BaseHTTPResponse:
+    def _send(self, method: str, path: str, document: Any) -> _Answer:
         body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
         return self._request(method, path, body=body, headers=_JSON)
 
@@ -232,7 +253,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         tag: str | None = None,
         patience: float = 0.0,
-    ) -> urllib3.BaseHTTPResponse:
+    ) -> _Answer:
         """The answer, which the sidecar may hold back for `patience` seconds. Its status is below
         300, or 304 if `tag` is still that of the answer.
 
@@ -242,8 +263,9 @@ class Client:
         if self._pool is None or self._pid != os.getpid():
             self._pool, self._pid = urllib3.PoolManager(num_pools=1, maxsize=4), os.getpid()
         condition = {} if tag is None else {"If-None-Match": tag}
+        deadline_s = monotonic() + 2 * self._timeout + patience
         try:
-            answer = self._pool.request(
+            received = self._pool.request(
                 method,
                 self.url + path,
                 body=body,
@@ -251,7 +273,9 @@ class Client:
                 timeout=urllib3.Timeout(connect=self._timeout, read=self._timeout + patience),
                 retries=False,
                 redirect=False,
+                preload_content=False,
             )
+            answer = _whole(received, deadline_s)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ServiceError(f"no answer from {self.url}: {error}") from error
         if answer.status >= 300 and not (condition and answer.status == _UNCHANGED):
@@ -259,6 +283,27 @@ class Client:
                 _problem(answer), status=answer.status, retry_after_s=_retry_after_s(answer)
             )
         return answer
+
+
+def _whole(received: urllib3.BaseHTTPResponse, deadline_s: float) -> _Answer:
+    """The answer with its body; the beginning of the body for an error. Raises `OSError` if it is
+    too long, or does not end in time although something of it arrives now and then."""
+    is_error = received.status >= 300
+    most, body = _MOST_PROBLEM_BYTES if is_error else _MOST_BYTES, bytearray()
+    try:
+        while data := received.read1(_READ_BYTES):
+            body += data
+            if len(body) > most:
+                if is_error:
+                    break
+                raise OSError(f"the answer is longer than {most} bytes")
+            if monotonic() > deadline_s:
+                raise TimeoutError("the answer does not end")
+        else:
+            received.release_conn()
+    finally:
+        received.close()
+    return _Answer(received.status, received.reason or "", received.headers, bytes(body))
 
 
 def _is_address(url: str) -> bool:
@@ -281,20 +326,20 @@ def _heartbeat_document(heartbeat: Heartbeat) -> dict[str, Any]:
     return document
 
 
-def _retry_after_s(answer: urllib3.BaseHTTPResponse) -> float | None:
+def _retry_after_s(answer: _Answer) -> float | None:
     """The seconds in a `Retry-After` header; None without one, or with a date."""
     text = answer.headers.get("Retry-After", "")
     return float(text) if text.isdecimal() else None
 
 
-def _parse(answer: urllib3.BaseHTTPResponse) -> Any:
+def _parse(answer: _Answer) -> Any:
     try:
         return answer.json()
     except ValueError as error:
         raise ServiceError(f"the answer is not JSON: {error}") from None
 
 
-def _document(answer: urllib3.BaseHTTPResponse) -> dict[str, Any]:
+def _document(answer: _Answer) -> dict[str, Any]:
     """Content of an answer to something that was accepted in any case; {} if it is no object."""
     try:
         document = answer.json()
@@ -303,14 +348,14 @@ def _document(answer: urllib3.BaseHTTPResponse) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _problem(answer: urllib3.BaseHTTPResponse) -> str:
+def _problem(answer: _Answer) -> str:
     """Title and detail of an RFC 9457 problem document; the bare status where there is none."""
     try:
         document = answer.json()
     except ValueError:
         document = None
     if not isinstance(document, Mapping) or "title" not in document:
-        return f"status {answer.status} {answer.reason or ''}".strip()
+        return f"status {answer.status} {answer.reason}".strip()
     words = [str(document[key]) for key in ("title", "detail") if document.get(key)]
     return ": ".join(words)[:_MAX_DETAIL]
 

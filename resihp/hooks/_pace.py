@@ -60,7 +60,7 @@ class MessagePace:
         """Follow the answer to a message that was accepted."""
         self._delay_s = _FIRST_DELAY_S
         asked_s = answer.get("interval_s") if isinstance(answer, Mapping) else None
-        if isinstance(asked_s, int | float) and math.isfinite(asked_s):
+        if isinstance(asked_s, int | float) and -math.inf < asked_s < math.inf:
             self.interval_s = self._bounded(asked_s)
         else:
             self.interval_s = self._bounded(self.interval_s / 2)

@@ -20,6 +20,7 @@ class Asked:
     path: str
     headers: dict[str, str]
     body: bytes
+    port: int
 
     @property
     def json(self) -> Any:
@@ -48,7 +49,8 @@ def service():
 
         def _any(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            state.asked.append(Asked(self.command, self.path, dict(self.headers), body))
+            port = self.client_address[1]
+            state.asked.append(Asked(self.command, self.path, dict(self.headers), body, port))
             if state.delay is not None:
                 state.delay.wait(5)
             status, document = state.answers[0]

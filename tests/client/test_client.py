@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -134,12 +137,62 @@ def test_errors_carry_status_and_the_problems_words(client, service, status, bod
 
 
 @pytest.mark.parametrize(
-    "body", [b"<html>", {"version": 1}, [], {"version": "x", "layout": {}, "quotas": []}]
+    "body",
+    [b"<html>", {"version": 1}, [], {"version": "x", "layout": {}, "quotas": []}, b"[" * 100_000],
 )
 def test_an_answer_that_makes_no_sense_is_a_service_error(client, service, body):
     service.answer(200, body)
     with pytest.raises(ServiceError):
         client.plan("j")
+
+
+@contextmanager
+def endless(head: bytes, part: bytes, pause_s: float):
+    """The address of a server whose answer does not end, until the client leaves."""
+    left = threading.Event()
+
+    def serve():
+        connection, _ = listener.accept()
+        with connection, suppress(OSError):
+            connection.recv(65_536)
+            connection.sendall(head + b"\r\n\r\n")
+            while True:
+                connection.sendall(part)
+                time.sleep(pause_s)
+        left.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", left
+        thread.join(60)
+
+
+def test_an_answer_that_drips_is_not_awaited():
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000"
+    with endless(head, b" ", 0.02) as (url, left):
+        with pytest.raises(ServiceError, match="does not end"):
+            Client(url, timeout=0.3).health()
+        assert left.wait(60)
+
+
+@pytest.mark.parametrize(("status", "words"), [(200, "longer than"), (503, "status 503 Busy")])
+def test_of_an_endless_answer_only_so_much_is_read(status, words):
+    head = b"HTTP/1.1 %d Busy\r\nTransfer-Encoding: chunked" % status
+    with endless(head, b"100000\r\n" + b"x" * (1 << 20) + b"\r\n", 0.0) as (url, left):
+        with pytest.raises(ServiceError, match=words) as caught:
+            Client(url, timeout=60).health()
+        assert caught.value.status == (status if status >= 300 else None)
+        assert left.wait(60)
+
+
+def test_connections_are_used_again(client, service):
+    for status in (200, 500, 204):
+        service.answer(status, {})
+        with suppress(ServiceError):
+            client.send_telemetry("j", b"", WireFormat.MSGPACK)
+    assert len(service.asked) == 3
+    assert len({asked.port for asked in service.asked}) == 1
 
 
 def test_nobody_there(closed_port):

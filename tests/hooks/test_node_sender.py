@@ -492,8 +492,9 @@ def test_the_pace_follows_what_the_sidecar_asks_for():
     for wrong in ("soon", -1.0, float("nan"), None, True):
         pace.accepted({"interval_s": wrong})
         assert 0.5 <= pace.interval_s <= 1.0
-    pace.accepted({"interval_s": 1e9})
-    assert pace.interval_s == 30.0
+    for long in (1e9, 10**400):
+        pace.accepted({"interval_s": long})
+        assert pace.interval_s == 30.0
 
 
 def test_repetitions_wait_longer_each_time_and_at_least_as_long_as_is_asked_for():
