@@ -77,6 +77,7 @@ class LayoutState(Persistent):
         slow_hosts = self.hosts.observe(step, everyone, number)
         self.annotations.note_hosts(slow_hosts, self.hosts.test.factor)
         compute = (step.op == Op.FORWARD) | (step.op == Op.BACKWARD)
+        compute &= step.compute_ms > 0  # a time of 0 is not a measurement
         records = step if compute.all() else step.select(compute)
         if len(records):
             self._decide(records, self.places.index(records.rank), number)

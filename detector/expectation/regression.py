@@ -17,6 +17,10 @@ from ..persistence import Persistent
 _LEAST_SHARE = 1e-3
 """Least share of a term in the typical work that its prior is weighed by."""
 
+_LEAST_RIDGE = 1e-12
+"""Least ridge as a share of the moments: records far shorter than all others fill them, and what is
+less is lost in rounding."""
+
 
 class CellRegression(Persistent):
     """`cells` independent regressions on `terms` terms.
@@ -130,7 +134,8 @@ class CellRegression(Persistent):
             for j in range(width):
                 self._gram[:, i, j] += np.bincount(cell, weighted * relative[:, j], cells)
         if touched.any():
-            ridge = self._ridge[touched]
+            size = np.einsum("cii->c", self._gram[touched])
+            ridge = np.maximum(self._ridge[touched], _LEAST_RIDGE * size[:, None])
             gram = self._gram[touched] + ridge[:, :, None] * np.eye(width)
             moment = self._moment[touched] + ridge * self._prior
             best = _least_squares(gram, moment, self._non_negative)

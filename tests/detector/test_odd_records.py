@@ -65,6 +65,28 @@ def test_absurd_values_break_nothing_and_blame_nobody(
 
 
 @pytest.mark.parametrize("with_lengths", [True, False])
+def test_passes_of_no_time_teach_nothing(with_lengths: bool) -> None:
+    """All of a step, as of a clock that stood still, and many in the others."""
+    rng, odd = np.random.default_rng(0), []
+    for batch in stream(with_lengths=with_lengths, faulty=True, steps=32):
+        lost = (rng.random(len(batch)) < 0.3) | (batch.step == 0)
+        odd.append(replace(batch, compute_ms=np.where(lost, 0.0, batch.compute_ms)))
+    assert judged(odd) == {SLOW}
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_times_of_all_sizes_break_nothing(seed: int, with_lengths: bool) -> None:
+    rng, odd = np.random.default_rng(seed), []
+    for batch in stream(with_lengths=with_lengths, steps=8):
+        some = rng.random(len(batch)) < 0.1
+        sizes = np.exp(rng.normal(0.0, 1.0 + 2.0 * seed, len(batch)))
+        times = np.where(rng.random(len(batch)) < 0.5, 1e-6, batch.compute_ms * sizes)
+        odd.append(replace(batch, compute_ms=np.clip(times, 0.0, MOST_MS)).select(~some))
+    judged(odd)
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
 def test_microbatches_may_be_counted_through_the_whole_job(with_lengths: bool) -> None:
     usual = stream(with_lengths=with_lengths, faulty=True)
     counted = [replace(b, microbatch=b.microbatch + 1_000_000 + 4 * b.step) for b in usual]
