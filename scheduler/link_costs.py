@@ -10,6 +10,7 @@ from itertools import pairwise
 from statistics import median
 
 from resihp.contracts import Job, Layout, LinkVerdict, Place, Replica, Status
+from resihp.layout import transfer_pairs
 
 from .cost_model import transfer_ms
 
@@ -81,15 +82,10 @@ class LinkSlowdowns:
         return max([found, *(f for ranks, f in self.groups if one in ranks and other in ranks)])
 
     def boundary(self, ranks: Sequence[int], following: Sequence[int]) -> float:
-        """Factor on the transfers between two consecutive stages: that of the slowest link.
-
-        Ranks of the same index transfer to each other; those of a larger group, in turns with the
-        ranks of the smaller one.
-        """
+        """Factor on the transfers between two consecutive stages: that of the slowest link."""
         if not self.touches(ranks) or not self.touches(following):
             return 1.0
-        wide = range(max(len(ranks), len(following)))
-        return max(self.between(ranks[i % len(ranks)], following[i % len(following)]) for i in wide)
+        return max(self.between(*pair) for pair in transfer_pairs(ranks, following))
 
     def collective(self, ranks: Collection[int]) -> float:
         """Factor on the collectives of a group: that of the slowest link between its ranks."""
@@ -152,8 +148,7 @@ def _meet(layout: Layout, one: Place, other: Place) -> bool:
     wraps = replica.chunks > 1 and (one.pp, other.pp) == (0, len(replica.stages) - 1)
     if other.pp != one.pp + 1 and not wraps:
         return False
-    wide = range(max(here.tp, there.tp))
-    return any((i % here.tp, i % there.tp) == (one.tp, other.tp) for i in wide)
+    return (one.rank, other.rank) in transfer_pairs(here.ranks, there.ranks)
 
 
 def _ordered(one: int, other: int) -> Pair:

@@ -10,6 +10,7 @@ from .communication import (
     boundary_transfers,
     gradient_reductions,
     microbatch_ranges,
+    transfer_pairs,
 )
 from .moves import Move, holdings, least_numel, moves, writers
 from .parameters import Param, Parameters, Range, split
@@ -28,5 +29,6 @@ __all__ = [
     "microbatch_ranges",
     "moves",
     "split",
+    "transfer_pairs",
     "writers",
 ]

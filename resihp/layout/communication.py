@@ -21,6 +21,20 @@ class ActivationTransfer:
     target: int
 
 
+def transfer_pairs(senders: Sequence[int], receivers: Sequence[int]) -> list[tuple[int, int]]:
+    """Sender and receiver of each chunk of an activation between two groups; see
+    `boundary_transfers`. The pairs of the way back are the same.
+
+    >>> transfer_pairs((0, 1, 2, 3), (4, 5))
+    [(0, 4), (1, 4), (2, 5), (3, 5)]
+    """
+    chunks = max(len(senders), len(receivers))
+    return [
+        (senders[chunk * len(senders) // chunks], receivers[chunk * len(receivers) // chunks])
+        for chunk in range(chunks)
+    ]
+
+
 def boundary_transfers(sender: Stage, receiver: Stage) -> tuple[ActivationTransfer, ...]:
     """Transfers of one activation between stages of any tensor-parallel degrees.
 
@@ -28,15 +42,8 @@ def boundary_transfers(sender: Stage, receiver: Stage) -> tuple[ActivationTransf
     cut into as many chunks as the larger degree, sent in parallel and gathered inside the receiver
     (ResiHP, arXiv 2605.06374).
     """
-    chunks = max(sender.tp, receiver.tp)
-    return tuple(
-        ActivationTransfer(
-            chunk,
-            sender.ranks[chunk * sender.tp // chunks],
-            receiver.ranks[chunk * receiver.tp // chunks],
-        )
-        for chunk in range(chunks)
-    )
+    pairs = transfer_pairs(sender.ranks, receiver.ranks)
+    return tuple(ActivationTransfer(chunk, *pair) for chunk, pair in enumerate(pairs))
 
 
 def microbatch_ranges(layout: Layout, quotas: Sequence[int]) -> Mapping[int, range]:

@@ -21,8 +21,9 @@ from resihp.contracts import (
     Stage,
     Status,
 )
+from resihp.layout import boundary_transfers
 from scheduler import make_plan, plan_front, replan, simulate
-from scheduler.link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
+from scheduler.link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, is_in_use
 from scheduler.makespan import pipeline_makespans
 from scheduler.step_time import ReplicaTimes
 
@@ -61,6 +62,17 @@ def step_of(one, plan, links):
 # Factors
 
 
+@settings(deadline=None, max_examples=30)
+@given(sender=st.integers(1, 6), receiver=st.integers(1, 6), data=st.data())
+def test_a_boundary_has_the_links_that_the_runtime_uses(sender, receiver, data):
+    here, there = Stage(tuple(range(sender)), (0, 4)), Stage(tuple(range(6, 6 + receiver)), (4, 8))
+    pair = data.draw(st.sampled_from(here.ranks)), data.draw(st.sampled_from(there.ranks))
+    used = {(moved.source, moved.target) for moved in boundary_transfers(here, there)}
+    found = LinkSlowdowns.of(job(), [link(*pair)])
+    assert (found.boundary(here.ranks, there.ranks) > 1.0) == (pair in used)
+    assert is_in_use(Layout((Replica((here, there)),)), pair) == (pair in used)
+
+
 def test_only_fail_slow_links_have_a_factor():
     found = LinkSlowdowns.of(
         job(), [link(2, 0), link(0, 1, status=Status.SUSPECT), link(1, 3, factor=1.0)]
@@ -74,7 +86,8 @@ def test_a_boundary_takes_its_slowest_link_and_a_group_that_within_it():
     found = LinkSlowdowns.of(job(dp=1, pp=2, tp=4), [link(1, 5, 2.0), link(0, 3, 4.0)])
     assert found.boundary((0, 1, 2, 3), (4, 5, 6, 7)) == 2.0
     assert found.boundary((0, 1, 2, 3), (5, 4, 6, 7)) == 1.0  # rank 1 transfers to rank 4
-    assert found.boundary((0, 1), (6, 7, 4, 5)) == 2.0  # of a larger group, in turns
+    assert found.boundary((0, 1), (6, 7, 4, 5)) == 2.0  # the second half of a larger group
+    assert found.boundary((0, 1), (6, 5, 4, 7)) == 1.0
     assert found.collective((0, 1, 2, 3)) == 4.0
     assert found.collective((1, 2, 3)) == found.collective((0,)) == 1.0
 
