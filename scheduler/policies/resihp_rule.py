@@ -115,6 +115,8 @@ class _Rerouting:
                     best = PolicyOutcome(
                         step_ms, None, tuple(quotas), Transition.LIVE, self._schedule
                     )
+                if not min(ends):
+                    break  # a replica has given all of its microbatches away
                 rates = [quota / end for quota, end in zip(quotas, ends, strict=True)]
                 quotas = counts_by_rate(rates, self._job.microbatches)
         return replace(best, detail="microbatches are re-routed between stages of replicas")

@@ -117,6 +117,11 @@ def test_the_resihp_rule_sends_microbatches_only_where_they_fit_into_memory():
     assert free.step_ms < limited.step_ms
 
 
+def test_the_resihp_rule_times_a_replica_that_gives_all_of_its_microbatches_away():
+    job = a_job(dp=3, pp=1, tp=1, layers=5, microbatches=3)
+    assert policy_outcome("resihp-rule", job, {0: 0.8, 2: 0.1}).step_ms == pytest.approx(30.0)
+
+
 def test_recycle_shares_a_dead_stage_among_its_peers():
     job = a_job(dp=2, pp=1, tp=1, layers=1, microbatches=8)
     assert policy_outcome("recycle", job, {0: 0.0}).step_ms == pytest.approx(2 * 4 * 3.0)
