@@ -65,16 +65,18 @@ def make_plan(
     links         verdicts on links and groups, as `Detector.links` returns them: ranks are placed
                   so that those that are fail-slow carry least
     time_limit_s  return the best plan found by then, measured by `clock`; without a limit, equal
-                  input gives an equal plan
+                  input gives an equal plan. The first arrangement and its bound are made whole in
+                  any case, which takes time in proportion to ranks and microbatches
 
     The plan uses the first of the schedules that the job permits, unless another one that fits
     into memory is clearly faster. Interleaved stages are kept unless 1F1B is clearly faster or
     several chunks do not fit; `reason` states which. `bound_ms` holds for this schedule, every
-    partition into whole layers and every quota, with the groups in the plan's places. A job with
+    partition into whole layers (at least one in each stage, unless the plan itself has a stage
+    without any) and every quota, with the groups in the plan's places. A job with
     the action `quotas` and neither `layout` nor `restart` keeps its layout and schedule.
 
-    Raises `InfeasibleError` with the binding constraint ("ranks", "memory", "microbatches" or
-    "actions") and `ContractError` for invalid speeds and for a layout of another number of layers.
+    Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "actions")
+    and `ContractError` for invalid speeds and for a layout of another number of layers.
     """
     current, known = _checked(job, layout, speeds)
     expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)
@@ -83,9 +85,9 @@ def make_plan(
         found = _with_chunks(job, best, current, known, expired, slow)
         found = _with_forwards_ahead(job, found, known, slow, expired)
         plan = _plan(job, current, known, slow, found, version, from_step)
-        plan = _kept_if_faster(job, current, known, slow, plan)
+        plan = _kept_if_as_fast(job, current, known, slow, plan, expired)
     else:
-        plan = _in_place(job, current, known, slow, version, from_step)
+        plan = _in_place(job, current, known, slow, version, from_step, expired)
     if work is None:
         return plan
     given = plan.layout, plan.quotas, known, plan.schedule, work, slow
@@ -107,8 +109,8 @@ def plan_front(
     """Plans between the one with the shortest step and the one that moves least state.
 
     Arguments and errors as for `make_plan`. From the first plan, which is as fast as that of
-    `make_plan` (with slow links, as the fastest that does not keep the layout), to the last, steps
-    get longer, by 1% at most, and ranks receive fewer bytes: all together, and none receives more.
+    `make_plan`, to the last, steps get longer, by 1% at most, and ranks receive fewer bytes: all
+    together, and none receives more.
     Only the first plan for a job without a model (nothing is known to move), with interleaved
     stages, of too many devices, whose migration takes less than 1% of a step, or that cannot take
     on a layout live.
@@ -116,7 +118,7 @@ def plan_front(
     current, known = _checked(job, layout, speeds)
     expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)
     if not job.takes_layouts:
-        in_place = _in_place(job, current, known, slow, version, from_step)
+        in_place = _in_place(job, current, known, slow, version, from_step, expired)
         return (PlanOption.of(job, current, in_place),)
     quickest = search(job, current, known, expired, slow)
     if _is_interleaved(job) or Action.LAYOUT not in job.actions:
@@ -128,6 +130,9 @@ def plan_front(
     plans = [_plan(job, current, known, slow, option, version, from_step) for option in found]
     options = [PlanOption.of(job, current, plan) for plan in plans]
     options = _front_of(options) if slow else options
+    kept = _kept_if_as_fast(job, current, known, slow, options[0].plan, expired)
+    if kept is not options[0].plan:
+        return (PlanOption.of(job, current, kept),)
     return (options[0], *(_with_price(option, options[0]) for option in options[1:]))
 
 
@@ -160,11 +165,12 @@ def replan(
     A job without the actions `layout` and `restart` gets other quotas in its layout, or no plan,
     also with a dead rank, and `advice` on the ranks to leave out. Raises `InfeasibleError`.
     """
-    known, links = speed_map(speeds), tuple(links)
+    known, links, expired = speed_map(speeds), tuple(links), _deadline(time_limit_s, clock)
     slow = LinkSlowdowns.of(job, links)
     dead = [rank for rank in current.layout.ranks if known.get(rank, 1.0) <= 0.0]
     if not job.takes_layouts:
-        return _without_layouts(job, current, known, slow, dead, rental, horizon_steps, step)
+        given = job, current, known, slow, dead, rental, horizon_steps, step
+        return _without_layouts(*given, expired)
     front = plan_front(
         job,
         known,
@@ -178,7 +184,8 @@ def replan(
     options = with_restart(job, front, restart_ms)
     if dead:
         return ReplanDecision(plan=least_cost(options, horizon_steps).plan)
-    decision = decide(job, current, options, known, rental, horizon_steps=horizon_steps, links=slow)
+    chosen = job, current, options, known, rental
+    decision = decide(*chosen, horizon_steps=horizon_steps, links=slow, expired=expired)
     return _from_step(decision, step + 1)
 
 
@@ -191,12 +198,14 @@ def _without_layouts(
     rental: SkiRental,
     horizon_steps: int | None,
     step: int,
+    expired: Callable[[], bool],
 ) -> ReplanDecision:
     """Decision for a job that keeps its layout: other quotas or nothing, and advice."""
     advice = advise(job, current, speeds)
     if dead or Action.QUOTAS not in job.actions:
         return ReplanDecision(plan=None, limit=_limit(job, dead), advice=advice)
-    decision = decide(job, current, (), speeds, rental, horizon_steps=horizon_steps, links=links)
+    given = job, current, (), speeds, rental
+    decision = decide(*given, horizon_steps=horizon_steps, links=links, expired=expired)
     return replace(_from_step(decision, step + 1), advice=advice)
 
 
@@ -219,27 +228,40 @@ def _in_place(
     links: LinkSlowdowns,
     version: int,
     from_step: int,
+    expired: Callable[[], bool],
 ) -> Plan:
     """Plan with the best quotas in this layout. Raises `InfeasibleError`."""
     dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
     if dead or Action.QUOTAS not in job.actions:
         raise InfeasibleError("actions", _limit(job, dead))
     current = _unplanned(job, layout, version)
-    plan = best_in_place(job, current, speeds, links)[1].plan(job, current, speeds, links)
+    found = best_in_place(job, current, speeds, links, expired)[1]
+    plan = found.plan(job, current, speeds, links)
     return replace(plan, version=version, from_step=from_step)
 
 
-def _kept_if_faster(
-    job: Job, layout: Layout, speeds: Mapping[int, float], links: LinkSlowdowns, plan: Plan
+def _kept_if_as_fast(
+    job: Job,
+    layout: Layout,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns,
+    plan: Plan,
+    expired: Callable[[], bool],
 ) -> Plan:
-    """The plan, or with slow links one that keeps the layout if its step is shorter."""
-    if not links or Action.LAYOUT not in job.actions or plan.layout == layout:
+    """The plan, or one that keeps the layout if its step is no longer.
+
+    The search leaves out what it takes to be slower or not to fit, such as slow ranks with memory
+    that others lack, and stages without layers.
+    """
+    if Action.LAYOUT not in job.actions or plan.layout == layout:
         return plan
     if any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
         return plan
     current = _unplanned(job, layout, plan.version)
-    found = best_in_place(job, current, speeds, links)[1]
-    if found.step_ms >= plan.step_ms or not fits(job, found.layout, found.quotas, found.schedule):
+    found = best_in_place(job, current, speeds, links, expired)[1]
+    if found.step_ms > plan.step_ms * (1 + 1e-9):
+        return plan
+    if not fits(job, found.layout, found.quotas, found.schedule):
         return plan
     kept = found.plan(job, current, speeds, links)
     return replace(kept, version=plan.version, from_step=plan.from_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -85,19 +85,23 @@ class ReplicaTimes:
         """Step time with these quotas."""
         return max(self.makespans(quotas)) + layer_cost(self._job).step_ms
 
-    def best_quotas(self, quotas: Sequence[int]) -> tuple[int, ...]:
-        """Quotas of the same sum, at least 1 each, with the shortest step found.
+    def best_quotas(
+        self, quotas: Sequence[int], expired: Callable[[], bool] = lambda: False
+    ) -> tuple[int, ...]:
+        """Quotas of the same sum, at least 1 each, with the shortest step found before `expired`.
 
         Greedy allocation by the time of the slowest stage, then exchange of single microbatches.
         """
         best = list(quotas)
         slowest = [max(f + b for f, b in zip(*pair, strict=True)) for pair in self._times]
         for _ in range(3):
+            if expired():
+                return tuple(best)
             fresh = allocation_by_rate(self.makespans(best), slowest, best)
             if self.step_ms(fresh) >= self.step_ms(best):
                 break
             best = fresh
-        exchange_units(best, self._makespans)
+        exchange_units(best, self._makespans, expired)
         return tuple(best)
 
 

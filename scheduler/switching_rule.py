@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from resihp.contracts import Action, Advice, Job, Layout, Plan, Schedule
@@ -193,6 +193,7 @@ def decide(
     *,
     horizon_steps: int | None,
     links: LinkSlowdowns = ALL_LINKS_HEALTHY,
+    expired: Callable[[], bool] = lambda: False,
 ) -> ReplanDecision:
     """Choose between the plans of a front, a change without migration, and no change.
 
@@ -203,7 +204,7 @@ def decide(
     several, the candidate is the one that gains most within the horizon or, where that is unknown,
     breaks even first.
     """
-    now_ms, found = best_in_place(job, current, speeds, links)
+    now_ms, found = best_in_place(job, current, speeds, links, expired)
     in_place_ms = found.step_ms
     least_gain_ms = LEAST_GAIN * in_place_ms
     best = _best_switch(current, options, in_place_ms, least_gain_ms, horizon_steps)
@@ -301,8 +302,10 @@ def best_in_place(
     current: Plan,
     speeds: Mapping[int, float],
     links: LinkSlowdowns = ALL_LINKS_HEALTHY,
+    expired: Callable[[], bool] = lambda: False,
 ) -> tuple[float, InPlaceChange]:
-    """Current step time, and the change with the shortest step that costs the job nothing.
+    """Current step time, and the change with the shortest step found before `expired` that costs
+    the job nothing.
 
     Other quotas need the action `quotas` or `layout`, another order of passes `layout`. All ranks
     of the current layout must be alive.
@@ -316,22 +319,28 @@ def best_in_place(
         others = () if own is Schedule.INTERLEAVED else plan_schedules(job)
         tried = [(layout, own), *((usual, s) for s in others if (usual, s) != (layout, own))]
     for option, schedule in tried:
+        if expired():
+            return now_ms, best
         times = ReplicaTimes(job, option.replicas, schedule, speeds, links)
-        quotas = times.best_quotas(current.quotas)
+        quotas = times.best_quotas(current.quotas, expired)
         step_ms = times.step_ms(quotas)
         if step_ms < best.step_ms and fits(job, option, quotas, schedule):
             best = InPlaceChange(option, quotas, schedule, step_ms)
-    return now_ms, _with_forwards_ahead(job, best, speeds, links)
+    return now_ms, _with_forwards_ahead(job, best, speeds, links, expired)
 
 
 def _with_forwards_ahead(
-    job: Job, found: InPlaceChange, speeds: Mapping[int, float], links: LinkSlowdowns
+    job: Job,
+    found: InPlaceChange,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns,
+    expired: Callable[[], bool],
 ) -> InPlaceChange:
     """The change, or with slow links one that holds more microbatches in flight and is faster."""
     if not links or Action.LAYOUT not in job.actions or not starts_forwards_early(job):
         return found
     given = found.layout, found.quotas, speeds, links, found.schedule
-    option = with_forwards_ahead(job, *given)
+    option = with_forwards_ahead(job, *given, expired)
     if option is None:
         return found
     layout, quotas, makespan_ms = option

@@ -74,7 +74,8 @@ def chains_bound(
 ) -> float:
     """Lower bound of the makespan of chains over all whole layers and quotas of the same sum.
 
-    Groups keep their places and shares. `within_ms`: makespan of the plan, which caps the bound.
+    Every stage has at least one layer. Groups keep their places and shares. `within_ms`: makespan
+    of the plan, which caps the bound.
     """
     quick = quick_bound(proven.setting, chains, quotas)
     if within_ms < quick * (1 + _CLOSE) or sum(map(len, chains)) > _CELLS:
@@ -172,7 +173,9 @@ def layout_bound(
 ) -> float:
     """Lower bound of the step time for the groups of a layout that takes `step_ms`, all alive.
 
-    Where replicas have their own numbers of microbatches in flight, for any order of whole passes.
+    Over all partitions with a layer in every stage or, if the layout has stages without any, over
+    fractional layers. Where replicas have their own numbers of microbatches in flight, for any
+    order of whole passes.
     """
     cost = layer_cost(job)
     groups: list[TPGroup] = []
@@ -195,7 +198,8 @@ def layout_bound(
         links=links,
         any_order=any(replica.in_flight for replica in layout.replicas),
     )
-    if schedule is Schedule.INTERLEAVED:
+    is_any_empty = any(not stage.layer_count for r in layout.replicas for stage in r.stages)
+    if schedule is Schedule.INTERLEAVED or is_any_empty:
         most = max(replica.chunks for replica in layout.replicas)
         return min(step_ms, quick_bound(setting, chains, quotas, most) + cost.step_ms)
     return chains_bound(ChainBounds(setting), chains, quotas, step_ms - cost.step_ms) + cost.step_ms

@@ -17,11 +17,13 @@ from resihp.contracts import (
     Memory,
     ModelShape,
     Plan,
+    Replica,
     Schedule,
+    Stage,
     from_json,
     to_json,
 )
-from scheduler import make_plan, simulate
+from scheduler import make_plan, parse_job, plan_front, simulate
 
 PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 
@@ -322,3 +324,43 @@ def test_where_one_replica_cannot_run_alone_the_plan_comes_without_a_warning():
     )
     plan = make_plan(job, {0: 1e-6, 9: 0.001, 6: 0.01})
     assert plan.bound_ms <= plan.step_ms
+def test_a_stage_without_layers_stays_where_that_is_fastest():
+    edges = ((0, 5), (5, 10), (10, 10))
+    layout = Layout((Replica(tuple(Stage((rank,), span) for rank, span in enumerate(edges))),))
+    cost = LayerCost(forward_ms=1.0, backward_ms=2.0, head_ms=5.0)
+    one = Job(name="head", layout=layout, microbatches=32, cost=cost)
+    now_ms = simulate(one, layout).step_ms
+    plan, front = make_plan(one, {}), plan_front(one, {})
+    assert (plan.layout, plan.step_ms, plan.reason[0][:11]) == (layout, now_ms, "all devices")
+    assert [option.plan for option in front] == [plan]
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.5])
+def test_the_bound_holds_for_stages_without_layers(speed):
+    layout = Layout.grid(dp=1, pp=4, tp=1, layers=2)
+    one = Job(name="short", layout=layout, microbatches=8, actions=("quotas",))
+    other = Layout(
+        (
+            Replica(
+                tuple(
+                    Stage((rank,), span)
+                    for rank, span in enumerate(((0, 0), (0, 1), (1, 2), (2, 2)))
+                )
+            ),
+        )
+    )
+    plan = make_plan(one, {0: speed})
+    assert plan.bound_ms <= simulate(one, other, (8,), {0: speed}).step_ms
+    assert plan.bound_ms <= plan.step_ms
+
+
+def test_a_replica_is_kept_whole_where_that_is_faster_than_without_it():
+    text = 'name = "tight"\nmodel = "llama-2-7b"\nmicrobatches = 32\ntokens_per_microbatch = 4096\n'
+    one, speeds = parse_job(f"{text}[layout]\ndp = 2\npp = 2\ntp = 4\n"), {0: 0.45}
+    budget_bytes = int(max(simulate(one, one.layout).peak_bytes.values())) + 1
+    one = replace(one, memory=Memory(budget_bytes=budget_bytes))
+    plan = make_plan(one, speeds)
+    assert plan.layout == one.layout
+    assert plan_front(one, speeds)[0].plan.step_ms == plan.step_ms
+
+
