@@ -27,16 +27,20 @@ def initial_chains(
     *,
     even: bool,
     folds: int,
+    keep: bool = False,
 ) -> tuple[list[TPGroup], list[Chain], Chain]:
     """All groups, the chains of the layout's replicas, and the groups without a replica.
 
     even   equal shares in every group
+    keep   all living members in every group, with the shares of the layout where all of them live
     folds  number of times that the number of replicas is halved, if memory requires it
 
     Raises `InfeasibleError` if no rank is alive.
     """
     replicas, joined = assign_ranks(job, layout, speeds)
-    make = GroupBuilder(job, speeds, share_units(job, layout), links, even=even)
+    present = {s.ranks: s.shares for r in layout.replicas for s in r.stages} if keep else None
+    units = share_units(job, layout)
+    make = GroupBuilder(job, speeds, units, links, even=even, present=present)
     groups: list[TPGroup] = []
 
     def numbered(stages: Sequence[Place]) -> Chain:

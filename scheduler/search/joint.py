@@ -47,6 +47,7 @@ class _Request:
     schedules: tuple[Schedule, ...]
     expired: Callable[[], bool]
     even: bool
+    keep: bool
     links: LinkSlowdowns
 
 
@@ -60,16 +61,19 @@ def search(
     """Best arrangement found before `expired`. Raises `InfeasibleError`.
 
     Starts from `layout` and from the job's initial layout. If memory is insufficient, the search
-    is repeated without the first schedules, with equal shares, and finally with fewer replicas of
-    more stages. With slow links it is repeated from layouts in which ranks have changed places
-    (`link_placement`).
+    is repeated without the first schedules, with equal shares, with fewer replicas of more stages,
+    and finally with the shares of `layout` and all living members, however slow. With slow links it
+    is repeated from layouts in which ranks have changed places (`link_placement`).
     """
     schedules = plan_schedules(job)
     layouts = [layout] if layout == job.layout else [layout, job.layout]
     tails = [schedules[index:] for index in range(len(schedules))]
     failure: InfeasibleError | None = None
-    for folds, tail, even in product(range(layout.dp.bit_length()), tails, (False, True)):
-        request = _Request(job, speeds, tail, expired, even, links)
+    halvings, either = range((layout.dp - 1).bit_length() + 1), (False, True)
+    for keep, folds, tail, even in product(either, halvings, tails, either):
+        if keep and even:
+            continue
+        request = _Request(job, speeds, tail, expired, even, keep, links)
         best: Arrangement | None = None
         for start in layouts:
             if best is None or not expired():
@@ -148,7 +152,13 @@ def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
     """
     job = request.job
     groups, chains, spare = initial_chains(
-        job, layout, request.speeds, request.links, even=request.even, folds=folds
+        job,
+        layout,
+        request.speeds,
+        request.links,
+        even=request.even,
+        folds=folds,
+        keep=request.keep,
     )
     owners = len(chains)
     while True:

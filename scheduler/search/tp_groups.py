@@ -99,7 +99,12 @@ def _even(speeds: Sequence[float], units: int) -> tuple[int, ...]:
 
 
 class GroupBuilder:
-    """Builder of groups with the best shares, cached by speeds."""
+    """Builder of groups with the best shares, cached by speeds.
+
+    present  shares by the ranks of a stage, which are kept where all of them are alive; no member
+             is then left out for being slow, and other groups have shares as even as they go, so
+             that every rank holds as little as it can. None: shares and members by speed
+    """
 
     def __init__(
         self,
@@ -115,7 +120,9 @@ class GroupBuilder:
         self._known: dict[object, tuple[tuple[int, ...], GroupCost]] = {}
         self._per_node = job.links.ranks_per_node
 
+        present: Mapping[tuple[int, ...], tuple[int, ...]] | None = None,
     def __call__(self, ranks: Sequence[int], column: int) -> TPGroup | None:
+        self._present = present
         """Best group of the living `ranks`; None without any.
 
         Slow ones, or one with a slow link, are left out where that is faster.
@@ -127,9 +134,11 @@ class GroupBuilder:
         values = tuple([speeds.get(rank, 1.0) for rank in living])
         spread = max(living) // self._per_node != min(living) // self._per_node
         is_slow = self._links.collective(living) > 1.0
-        key = (values, spread, tuple(living) if is_slow else ())
+        is_own = is_slow or self._present is not None
+        key = (values, spread, tuple(living) if is_own else ())
         if key not in self._known:
-            self._known[key] = self._best(values, living)
+            kept = self._kept if self._present is not None else self._best
+            self._known[key] = kept(values, living)
         shares, cost = self._known[key]
         held = [(rank, share) for rank, share in zip(living, shares, strict=True) if share]
         return TPGroup(tuple([r for r, _ in held]), tuple([q for _, q in held]), column, cost)
@@ -143,10 +152,7 @@ class GroupBuilder:
         for dropped in self._droppable(speeds, ranks):
             left = [0.0 if i in dropped else speed for i, speed in enumerate(speeds)]
             shares = balanced_shares(left, self._units, fixed=fixed, even=self._even)
-            kept = [(q, p, r) for q, p, r in zip(shares, left, ranks, strict=True) if q]
-            held, known, members = zip(*kept, strict=True)
-            slowdown = self._links.collective(members)
-            option = group_cost(self._job, cost, held, known, members, slowdown)
+            option = self._timed(shares, left, ranks)
             layer_ms = option.forward_ms + option.backward_ms
             if layer_ms < best_ms * (1 - 1e-9):
                 best, best_ms = (shares, option), layer_ms
@@ -158,6 +164,24 @@ class GroupBuilder:
         """Members to leave out, by index: none, the slowest ones, each one with a slow link."""
         slowest = sorted(range(len(speeds)), key=lambda i: (speeds[i], -i))
         for count in range(len(speeds)):
+    def _kept(
+        self, speeds: tuple[float, ...], ranks: Sequence[int]
+    ) -> tuple[tuple[int, ...], GroupCost]:
+        """Present shares if all members of the stage are alive, else shares as even as they go."""
+        shares = (self._present or {}).get(tuple(ranks))
+        if shares is None:
+            shares = balanced_shares((1.0,) * len(ranks), self._units)
+        return shares, self._timed(shares, speeds, ranks)
+
+    def _timed(
+        self, shares: Sequence[int], speeds: Sequence[float], ranks: Sequence[int]
+    ) -> GroupCost:
+        """Cost of a group of the members that hold anything."""
+        kept = [(q, p, r) for q, p, r in zip(shares, speeds, ranks, strict=True) if q]
+        held, known, members = zip(*kept, strict=True)
+        slowdown = self._links.collective(members)
+        return group_cost(self._job, self._cost, held, known, members, slowdown)
+
             if count and speeds[slowest[count - 1]] >= max(speeds):
                 break
             yield slowest[:count]

@@ -219,6 +219,40 @@ def test_where_no_replica_fits_two_become_one_of_twice_the_stages():
         max(simulate(one, plan.layout, plan.quotas).peak_bytes.values()) <= one.memory.budget_bytes
     )
 
+@pytest.mark.parametrize("speed", [0.45, 0.1])
+@pytest.mark.parametrize("share_of_need", [1.01, 1.1])
+def test_a_slow_rank_whose_memory_is_needed_stays(share_of_need, speed):
+    """Shares by speed would not fit into the other ranks of its stage."""
+    one = with_memory(share_of_need)
+    one = replace(one, layout=Layout.grid(dp=1, pp=2, tp=2, layers=8, units=8), quotas=())
+    now_ms = simulate(one, one.layout, (8,), {0: speed}).step_ms
+    plan = make_plan(one, {0: speed})
+    assert 0 in plan.layout.ranks
+    assert plan.step_ms <= now_ms
+    peak = simulate(one, plan, speeds={0: speed}).peak_bytes
+    assert max(peak.values()) <= one.memory.budget_bytes
+
+
+def test_the_last_replica_runs_on_as_it_is_with_a_slow_rank():
+    one = with_memory(1.05)
+    dead = dict.fromkeys(one.layout.replicas[1].ranks, 0.0)
+    plan = make_plan(one, {**dead, 0: 0.45})
+    assert plan.layout.ranks == one.layout.replicas[0].ranks
+
+
+def test_five_replicas_that_do_not_fit_become_one():
+    layers = 10
+    budget_bytes = 2.5 * 16 * SHAPE.layer_params
+    one = Job(
+        name="five",
+        layout=Layout.grid(dp=5, pp=1, tp=1, layers=layers, units=8),
+        microbatches=10,
+        model=replace(SHAPE, layers=layers, vocab=1),
+        memory=Memory(budget_bytes=int(budget_bytes)),
+    )
+    assert [len(replica.stages) for replica in make_plan(one, {}).layout.replicas] == [5]
+
+
 
 @settings(deadline=None, max_examples=60)
 @given(
