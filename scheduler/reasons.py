@@ -41,6 +41,10 @@ def reasons(
         more = len(sentences) - _SHOWN
         sentences = [*sentences[:_SHOWN], f"{more} more devices are not at full speed"]
     sentences += _link_sentences(old, new, links)
+    healthy = set(old.ranks) - set(new.ranks) - set(faulty)
+    if healthy:
+        verb = "is" if len(healthy) == 1 else "are"
+        sentences.append(f"{rank_list(healthy)} {verb} healthy and left out")
     joined = set(new.ranks) - set(old.ranks)
     if joined:
         verb = "takes" if len(joined) == 1 else "take"

@@ -72,7 +72,8 @@ def feasible_chains(
 ) -> tuple[list[Chain], list[int]]:
     """Chains that can hold all layers in memory, and the groups of the others.
 
-    Raises `InfeasibleError` if there is no such chain, or more of them than microbatches.
+    The fastest ones, if there are more of them than microbatches. Raises `InfeasibleError` if there
+    is no such chain.
     """
     total, microbatches = evaluator.setting.layers, evaluator.setting.microbatches
     trimmed, left = [], []
@@ -89,12 +90,11 @@ def feasible_chains(
         if all(fits):
             break
         held = [chain for chain, fit in zip(held, fits, strict=True) if fit]
+    if microbatches < len(held):
+        fastest = sorted(held, key=evaluator.speed, reverse=True)[:microbatches]
+        held = [chain for chain in held if chain in fastest]
     for chain in trimmed:
         left += [] if chain in held else list(chain)
-    if microbatches < len(held):
-        raise InfeasibleError(
-            "microbatches", f"microbatches ({microbatches}) are fewer than replicas ({len(held)})"
-        )
     return held, left
 
 

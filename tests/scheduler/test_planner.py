@@ -175,10 +175,18 @@ def test_nobody_left():
     assert caught.value.constraint == "ranks"
 
 
-def test_fewer_microbatches_than_replicas():
-    with pytest.raises(InfeasibleError) as caught:
-        make_plan(job(dp=4, microbatches=3), {})
-    assert caught.value.constraint == "microbatches"
+def test_of_more_replicas_than_microbatches_the_fastest_run():
+    one = job(dp=4, pp=1, tp=1, microbatches=3)
+    assert make_plan(one, {}).layout == one.layout
+    for speed in (0.0, 0.5):
+        plan = make_plan(one, {0: speed})
+        assert [replica.ranks for replica in plan.layout.replicas] == [(1,), (2,), (3,)]
+        assert plan.quotas == (1, 1, 1)
+
+
+def test_healthy_ranks_that_are_left_out_are_named():
+    plan = make_plan(job(dp=5, pp=1, tp=1, layers=1, microbatches=3), {0: 0.0})
+    assert "rank 4 is healthy and left out" in plan.reason
 
 
 SHAPE = ModelShape(layers=8, hidden=512, heads=8, kv_heads=8, ffn=1024, vocab=1000)
