@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from heapq import heapify, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +62,13 @@ class GroupTable:
 
 
 def share_units(job: Job, layout: Layout) -> int:
-    """Units into which every layer is cut: KV groups, or the sum of the layout's shares."""
-    return job.model.kv_heads if job.model else sum(layout.replicas[0].stages[0].shares)
+    """Units into which every layer is cut, so that each stage can hold it as it does in `layout`.
+
+    KV groups, of which several ranks may hold a copy, or without a model the least common multiple
+    of the sums of all stages' shares.
+    """
+    sums = {sum(stage.shares) for replica in layout.replicas for stage in replica.stages}
+    return max(job.model.kv_heads, *sums) if job.model else math.lcm(*sums)
 
 
 def balanced_shares(
@@ -114,15 +120,15 @@ class GroupBuilder:
         links: LinkSlowdowns = ALL_LINKS_HEALTHY,
         *,
         even: bool = False,
+        present: Mapping[tuple[int, ...], tuple[int, ...]] | None = None,
     ) -> None:
+        self._present = present
         self._job, self._speeds, self._units, self._even = job, speeds, units, even
         self._cost, self._links = layer_cost(job), links
         self._known: dict[object, tuple[tuple[int, ...], GroupCost]] = {}
         self._per_node = job.links.ranks_per_node
 
-        present: Mapping[tuple[int, ...], tuple[int, ...]] | None = None,
     def __call__(self, ranks: Sequence[int], column: int) -> TPGroup | None:
-        self._present = present
         """Best group of the living `ranks`; None without any.
 
         Slow ones, or one with a slow link, are left out where that is faster.
@@ -158,12 +164,6 @@ class GroupBuilder:
                 best, best_ms = (shares, option), layer_ms
         return best
 
-    def _droppable(
-        self, speeds: tuple[float, ...], ranks: Sequence[int]
-    ) -> Iterator[Collection[int]]:
-        """Members to leave out, by index: none, the slowest ones, each one with a slow link."""
-        slowest = sorted(range(len(speeds)), key=lambda i: (speeds[i], -i))
-        for count in range(len(speeds)):
     def _kept(
         self, speeds: tuple[float, ...], ranks: Sequence[int]
     ) -> tuple[tuple[int, ...], GroupCost]:
@@ -182,6 +182,12 @@ class GroupBuilder:
         slowdown = self._links.collective(members)
         return group_cost(self._job, self._cost, held, known, members, slowdown)
 
+    def _droppable(
+        self, speeds: tuple[float, ...], ranks: Sequence[int]
+    ) -> Iterator[Collection[int]]:
+        """Members to leave out, by index: none, the slowest ones, each one with a slow link."""
+        slowest = sorted(range(len(speeds)), key=lambda i: (speeds[i], -i))
+        for count in range(len(speeds)):
             if count and speeds[slowest[count - 1]] >= max(speeds):
                 break
             yield slowest[:count]
@@ -249,8 +255,13 @@ def _join(
             ranks.insert(sum(member < rank for member in ranks), rank)
         else:
             returning[home[rank]].append(rank)
+    groups = (ranks for row in stages for _, ranks in row)
+    smallest = [(living(ranks), number, ranks) for number, ranks in enumerate(groups)]
+    heapify(smallest)
     for rank in new_ranks:
-        _, smallest = min((s for row in stages for s in row), key=lambda s: living(s[1]))
-        if living(smallest) < tp:
-            smallest.append(rank)
+        held, number, ranks = smallest[0]
+        if held >= tp:
+            break
+        ranks.append(rank)
+        heapreplace(smallest, (held + 1, number, ranks))
     return [(column, ranks) for (_, column), ranks in sorted(returning.items())]

@@ -219,14 +219,6 @@ def test_memory_that_no_plan_holds_names_the_device():
     assert caught.value.constraint == "memory"
 
 
-def test_where_no_replica_fits_two_become_one_of_twice_the_stages():
-    one = with_memory(0.7)
-    plan = make_plan(one, {})
-    assert [len(replica.stages) for replica in plan.layout.replicas] == [4]
-    assert (
-        max(simulate(one, plan.layout, plan.quotas).peak_bytes.values()) <= one.memory.budget_bytes
-    )
-
 @pytest.mark.parametrize("speed", [0.45, 0.1])
 @pytest.mark.parametrize("share_of_need", [1.01, 1.1])
 def test_a_slow_rank_whose_memory_is_needed_stays(share_of_need, speed):
@@ -260,6 +252,14 @@ def test_five_replicas_that_do_not_fit_become_one():
     )
     assert [len(replica.stages) for replica in make_plan(one, {}).layout.replicas] == [5]
 
+
+def test_where_no_replica_fits_two_become_one_of_twice_the_stages():
+    one = with_memory(0.7)
+    plan = make_plan(one, {})
+    assert [len(replica.stages) for replica in plan.layout.replicas] == [4]
+    assert (
+        max(simulate(one, plan.layout, plan.quotas).peak_bytes.values()) <= one.memory.budget_bytes
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -312,9 +312,67 @@ def test_memory_decides_which_schedule_is_taken(share_of_need, schedule):
     assert max(peak.values()) <= one.memory.budget_bytes
 
 
+def test_the_order_of_unequal_replicas_changes_no_step():
+    """Shares in units of the first stage would leave the replica of two ranks one of them."""
+    narrow, wide = Replica((Stage((0,), (0, 4)),)), Replica((Stage((1, 2), (0, 4)),))
+    for replicas in ((narrow, wide), (wide, narrow)):
+        one = Job(name="unequal", layout=Layout(replicas), microbatches=9)
+        plan = make_plan(one, {2: 0.9}, Layout(replicas))
+        assert set(plan.layout.ranks) == {0, 1, 2}
+        assert plan.step_ms == make_plan(one, {1: 0.9}).step_ms
+
+
+def test_ranks_beyond_the_kv_heads_stay():
+    shape = replace(SHAPE, heads=8, kv_heads=2)
+    layout = Layout.grid(dp=2, pp=2, tp=4, layers=8)
+    one = Job(name="few", layout=layout, model=shape, microbatches=8, tokens_per_microbatch=512)
+    assert make_plan(one, {}).layout == layout
+    assert set(make_plan(one, {0: 0.9}).layout.ranks) == set(layout.ranks)
+
+
 def test_plans_for_interleaved_stages_are_refused():
     with pytest.raises(ContractError, match="schedules"):
         job(schedules=(Schedule.INTERLEAVED,))
+
+
+def test_a_stage_without_layers_stays_where_that_is_fastest():
+    edges = ((0, 5), (5, 10), (10, 10))
+    layout = Layout((Replica(tuple(Stage((rank,), span) for rank, span in enumerate(edges))),))
+    cost = LayerCost(forward_ms=1.0, backward_ms=2.0, head_ms=5.0)
+    one = Job(name="head", layout=layout, microbatches=32, cost=cost)
+    now_ms = simulate(one, layout).step_ms
+    plan, front = make_plan(one, {}), plan_front(one, {})
+    assert (plan.layout, plan.step_ms, plan.reason[0][:11]) == (layout, now_ms, "all devices")
+    assert [option.plan for option in front] == [plan]
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.5])
+def test_the_bound_holds_for_stages_without_layers(speed):
+    layout = Layout.grid(dp=1, pp=4, tp=1, layers=2)
+    one = Job(name="short", layout=layout, microbatches=8, actions=("quotas",))
+    other = Layout(
+        (
+            Replica(
+                tuple(
+                    Stage((rank,), span)
+                    for rank, span in enumerate(((0, 0), (0, 1), (1, 2), (2, 2)))
+                )
+            ),
+        )
+    )
+    plan = make_plan(one, {0: speed})
+    assert plan.bound_ms <= simulate(one, other, (8,), {0: speed}).step_ms
+    assert plan.bound_ms <= plan.step_ms
+
+
+def test_a_replica_is_kept_whole_where_that_is_faster_than_without_it():
+    text = 'name = "tight"\nmodel = "llama-2-7b"\nmicrobatches = 32\ntokens_per_microbatch = 4096\n'
+    one, speeds = parse_job(f"{text}[layout]\ndp = 2\npp = 2\ntp = 4\n"), {0: 0.45}
+    budget_bytes = int(max(simulate(one, one.layout).peak_bytes.values())) + 1
+    one = replace(one, memory=Memory(budget_bytes=budget_bytes))
+    plan = make_plan(one, speeds)
+    assert plan.layout == one.layout
+    assert plan_front(one, speeds)[0].plan.step_ms == plan.step_ms
 
 
 def test_a_replica_that_no_longer_fits_is_dropped():
@@ -366,43 +424,3 @@ def test_where_one_replica_cannot_run_alone_the_plan_comes_without_a_warning():
     )
     plan = make_plan(job, {0: 1e-6, 9: 0.001, 6: 0.01})
     assert plan.bound_ms <= plan.step_ms
-def test_a_stage_without_layers_stays_where_that_is_fastest():
-    edges = ((0, 5), (5, 10), (10, 10))
-    layout = Layout((Replica(tuple(Stage((rank,), span) for rank, span in enumerate(edges))),))
-    cost = LayerCost(forward_ms=1.0, backward_ms=2.0, head_ms=5.0)
-    one = Job(name="head", layout=layout, microbatches=32, cost=cost)
-    now_ms = simulate(one, layout).step_ms
-    plan, front = make_plan(one, {}), plan_front(one, {})
-    assert (plan.layout, plan.step_ms, plan.reason[0][:11]) == (layout, now_ms, "all devices")
-    assert [option.plan for option in front] == [plan]
-
-
-@pytest.mark.parametrize("speed", [1.0, 0.5])
-def test_the_bound_holds_for_stages_without_layers(speed):
-    layout = Layout.grid(dp=1, pp=4, tp=1, layers=2)
-    one = Job(name="short", layout=layout, microbatches=8, actions=("quotas",))
-    other = Layout(
-        (
-            Replica(
-                tuple(
-                    Stage((rank,), span)
-                    for rank, span in enumerate(((0, 0), (0, 1), (1, 2), (2, 2)))
-                )
-            ),
-        )
-    )
-    plan = make_plan(one, {0: speed})
-    assert plan.bound_ms <= simulate(one, other, (8,), {0: speed}).step_ms
-    assert plan.bound_ms <= plan.step_ms
-
-
-def test_a_replica_is_kept_whole_where_that_is_faster_than_without_it():
-    text = 'name = "tight"\nmodel = "llama-2-7b"\nmicrobatches = 32\ntokens_per_microbatch = 4096\n'
-    one, speeds = parse_job(f"{text}[layout]\ndp = 2\npp = 2\ntp = 4\n"), {0: 0.45}
-    budget_bytes = int(max(simulate(one, one.layout).peak_bytes.values())) + 1
-    one = replace(one, memory=Memory(budget_bytes=budget_bytes))
-    plan = make_plan(one, speeds)
-    assert plan.layout == one.layout
-    assert plan_front(one, speeds)[0].plan.step_ms == plan.step_ms
-
-
