@@ -64,8 +64,10 @@ class ProbeResult:
 
     def __post_init__(self) -> None:
         for name in ("rank_ms", "reference_ms"):
-            if not getattr(self, name) > 0:
-                raise ContractError(name, "must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ContractError(name, "must be finite and above 0")
+        if not 0 < self.slowdown < math.inf:
+            raise ContractError("rank_ms", f"must be comparable with {self.reference_ms}")
 
     @property
     def slowdown(self) -> float:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter, Valid
 from resihp.contracts import ContractError, Job, Op, SensorSample, TelemetryBatch, from_json
 from resihp.contracts.codec import WireFormat, decode, encode
 from resihp.contracts.json_size import parse_json, require_size
-from resihp.contracts.telemetry import MOST_STEP
+from resihp.contracts.telemetry import MOST_MS, MOST_STEP
 
 from ..errors import BodyTooLargeError, ContentEncodingError, MediaTypeError
 
@@ -122,7 +122,7 @@ class ProbeAnswerBody(_Strict):
     """Best time of a probe on one rank; null, with a reason, if it was refused."""
 
     rank: Rank
-    ms: Annotated[float, Field(gt=0)] | None
+    ms: Annotated[float, Field(gt=0, le=MOST_MS)] | None
     detail: Detail = ""
 
 

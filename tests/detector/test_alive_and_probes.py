@@ -250,9 +250,25 @@ def test_an_answer_joins_the_evidence() -> None:
     assert for_it < against
 
 
-def test_a_probe_of_no_time_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("rank_ms", "reference_ms"),
+    [(0.0, 1.0), (np.inf, 1.0), (np.nan, 1.0), (1e308, 1e-3), (1e-320, 1e15)],
+)
+def test_a_probe_that_says_nothing_is_refused(rank_ms: float, reference_ms: float) -> None:
+    times = {"rank_ms": rank_ms, "reference_ms": reference_ms}
     with pytest.raises(ContractError, match="rank_ms"):
-        ProbeResult(rank=0, reference=1, kind=ProbeKind.GEMM, rank_ms=0.0, reference_ms=1.0)
+        ProbeResult(rank=0, reference=1, kind=ProbeKind.GEMM, **times)
+
+
+@pytest.mark.parametrize("rank_ms", [1e-300, 1e300])
+def test_a_probe_of_an_absurd_time_leaves_verdicts_finite(rank_ms: float) -> None:
+    detector = Detector(JOB)
+    for number, step in enumerate(STEPS):
+        if number == 8:
+            times = {"rank_ms": rank_ms, "reference_ms": 1.0}
+            detector.probe_result(ProbeResult(rank=2, reference=3, kind=ProbeKind.GEMM, **times))
+        detector.update(step)
+    assert np.isfinite([verdict.confidence for verdict in detector.verdicts()]).all()
 
 
 def fall_silent(detector: Detector, silent: int, now: int, **of: Any) -> list[int]:
