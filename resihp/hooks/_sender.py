@@ -7,6 +7,7 @@ import multiprocessing
 import sys
 import threading
 import uuid
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
@@ -61,7 +62,10 @@ def own_fault(error: BaseException | None) -> str:
     """
     if not isinstance(error, Exception):
         return ""
-    text = f"{type(error).__name__}: {error}"
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 the boundary: the error is to pass, whatever it is
+        text = type(error).__name__
     return "" if any(sign in text for sign in _LOST_PEER) else text
 
 
@@ -129,10 +133,12 @@ class Sender:
         )  # fmt: skip
         self._tick_s = min(interval_s, heartbeat_s) if heartbeat_s > 0 else interval_s
         self.buffer = Buffer(capacity, self._start)
+        self._forget_exit: Callable[[], object] = lambda: None
         self.reset()
 
     def reset(self) -> None:
         """Return to the initial state, with an empty buffer and no thread, as in a forked child."""
+        self._forget_exit()
         self.buffer.reset()
         self._registration.reset()
         self.counts = Counts()
@@ -155,12 +161,17 @@ class Sender:
     def close(self, timeout_s: float, error: Callable[[], BaseException | None]) -> None:
         """Send what is buffered, for at most `timeout_s`; the rest is dropped. `error()` is the
         error that ends the process, if any."""
+        self._forget_exit()
+        self.end(timeout_s, error)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def end(self, timeout_s: float, error: Callable[[], BaseException | None]) -> None:
+        """Close without waiting for it; the end of the process does wait."""
         self._deadline_s = monotonic() + _SENDING_SHARE * timeout_s
         self._error = own_fault(error())
         self.buffer.close()
         self._closing.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
 
     def _start(self) -> None:
         self._recording.thread_id = threading.get_native_id()
@@ -172,6 +183,8 @@ class Sender:
             self._failures.add("starting the sender", error)
         else:
             self._thread = thread
+            at_exit = weakref.finalize(thread, self.close, _EXIT_TIMEOUT_S, fatal_error)
+            self._forget_exit = at_exit.detach
             if multiprocessing.parent_process() is not None:  # such a child runs no atexit callback
                 Finalize(None, self.close, (_EXIT_TIMEOUT_S, current_error), exitpriority=0)
 
@@ -185,6 +198,7 @@ class Sender:
                 next_flush_s = monotonic() + self._pace.interval_s
             self._guarded(self._beat)
         self._finish()
+        self._forget_exit()
 
     def _finish(self) -> None:
         if self._link is not None:

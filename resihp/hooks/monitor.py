@@ -128,7 +128,8 @@ class Monitor:
         self._recorded_indices: dict[int, dict[int, int]] = {}
         self._recording.put = self._sender.buffer.put
         self._recording.on_first_step = self._sender.buffer.open
-        self._finalizer = weakref.finalize(self, self._sender.close, _CLOSE_TIMEOUT_S, fatal_error)
+        self._finalizer = weakref.finalize(self, self._sender.end, _CLOSE_TIMEOUT_S, fatal_error)
+        self._finalizer.atexit = False  # the sender waits for itself then
         _reset_in_children(self)
 
     @property
@@ -265,8 +266,11 @@ class Monitor:
         A pass without `microbatch` is numbered as by `microbatch()`, in the order of the calls for
         its step.
         """
-        if microbatch == -1 and op in _PASSES:
-            microbatch = self._next_index(op, chunk, step)
+        try:
+            if microbatch == -1 and op in _PASSES:
+                microbatch = self._next_index(op, chunk, step)
+        except Exception:  # noqa: BLE001, S110 the sender counts what is wrong with it
+            pass
         recording = self._recording
         recording.recorded = True
         put = recording.put
@@ -279,16 +283,13 @@ class Monitor:
         """Return the number of earlier passes of a kind in a step, the present one or one of the
         last few that were given to `record`."""
         recording, counts_of = self._recording, self._recorded_indices
-        try:
-            if step is None or step == recording.step:
-                counts = recording.next_index
-            else:
-                counts = counts_of.setdefault(step, {})
-                if len(counts_of) > _STEPS_UNDER_WAY:
-                    del counts_of[next(iter(counts_of))]
-            key = chunk << 3 | op
-        except TypeError:  # the sender counts what is wrong with a record
-            return -1
+        if step is None or step == recording.step:
+            counts = recording.next_index
+        else:
+            counts = counts_of.setdefault(step, {})
+            if len(counts_of) > _STEPS_UNDER_WAY:
+                del counts_of[next(iter(counts_of))]
+        key = chunk << 3 | op
         index = counts.get(key, 0)
         counts[key] = index + 1
         return index

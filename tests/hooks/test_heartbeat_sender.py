@@ -293,6 +293,16 @@ def test_a_block_that_is_left_by_an_error_gives_it_as_the_reason(beating, sideca
     )  # fmt: skip
 
 
+def test_an_error_without_text_passes_and_is_named(beating, sidecar):
+    class SilentError(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    with pytest.raises(SilentError), beating(interval_s=60) as monitor, monitor.step():
+        raise SilentError
+    assert sidecar.heartbeats[-1].error == "SilentError"
+
+
 @pytest.mark.parametrize(
     "error", ["Connection closed by peer [127.0.0.1]:1", "[../gloo/transport/tcp/pair.cc:1] read"]
 )
@@ -317,7 +327,12 @@ with monitor.step():
 
 @pytest.mark.parametrize(
     ("end", "said"),
-    [("", "True "), ("sys.exit(3)", "True "), ("raise KeyError('k')", "True KeyError: 'k'")],
+    [
+        ("", "True "),
+        ("sys.exit(3)", "True "),
+        ("raise KeyError('k')", "True KeyError: 'k'"),
+        ("del monitor", "True "),
+    ],
 )
 def test_the_end_of_a_script_is_told_with_its_error(end, said):
     done = subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import resihp
 from resihp.contracts import COLUMNS, ContractError, Op
@@ -210,6 +211,16 @@ def test_a_malformed_record_takes_no_other_with_it(monitor, sidecar, caplog):
     assert sidecar.records.tokens.tolist() == [-1] * 4
     assert (monitor.stats.dropped, monitor.stats.failures) == (2, 4)
     assert len([r for r in caplog.records if "a record failed" in r.message]) == 1
+
+
+def test_no_record_raises_or_takes_others_with_it(monitor, sidecar):
+    for wrong in (np.arange(2), torch.arange(2)):
+        for field in ("op", "step", "microbatch", "chunk", "compute_ms"):
+            monitor.record(**{"op": Op.FORWARD, "compute_ms": 1.0, field: wrong})
+    monitor.record(op=Op.FORWARD, compute_ms=1.0, step=7)
+    monitor.close()
+    assert sidecar.records.step.tolist() == [7]
+    assert monitor.stats.dropped == 10
 
 
 def test_hook_is_a_monitored_step(sidecar, hands):

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -166,8 +167,19 @@ def test_a_forgotten_monitor_sends_what_it_has_and_ends(sidecar, wait_until):
     del monitor
     gc.collect()
     assert gone() is None
-    assert sidecar.records.step.tolist() == [0]
     wait_until(lambda: not any(t.name == "resihp-sender" for t in threading.enumerate()))
+    assert sidecar.records.step.tolist() == [0]
+
+
+def test_nobody_waits_for_a_forgotten_monitor(sidecar, monkeypatch, wait_until):
+    monitor = Monitor(job="j", client=sidecar, interval_s=60)
+    record(monitor, 0)
+    join = Mock(side_effect=AssertionError("the collecting thread waits"))
+    monkeypatch.setattr(threading.Thread, "join", join)
+    del monitor
+    gc.collect()
+    wait_until(lambda: sidecar.batches)
+    assert not join.called
 
 
 def test_a_forked_child_starts_afresh(make_monitor, sidecar):
