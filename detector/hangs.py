@@ -102,15 +102,16 @@ class _Stay:
 class HangTracker(Persistent):
     """Positions of the ranks of one job. Times are seconds of the heartbeats' clock."""
 
-    _saved = ("_stays", "_first_steps", "_longest_s", "_longest_data_s")
+    _saved = ("_stays", "_first_steps", "_longest_s", "_longest_data_s", "_asked")
     _stays: dict[int, _Stay]
     _first_steps: dict[int, int]
+    _asked: tuple[int, ...]
 
     def __init__(self) -> None:
         self._stays = {}
         self._first_steps = {}
         self._longest_s = self._longest_data_s = 0.0
-        self._asked: tuple[int, ...] = ()
+        self._asked = ()
 
     def observe(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
         """Note the position that a heartbeat carries, if any, and the stack."""

@@ -21,15 +21,16 @@ class RankProcesses(Persistent):
     """The newest process of each rank: its signs of life, the place of its training thread, and its
     sensors. Times are seconds of the heartbeats' clock."""
 
-    _saved = ("sensors", "_newest", "_failed", "_heartbeats", "_hangs")
+    _saved = ("sensors", "_newest", "_failed", "_heartbeats", "_hangs", "_hanging", "_now")
     _newest: dict[int, tuple[str, int]]
     _failed: dict[int, str]
+    _hanging: dict[int, Hang]
 
     def __init__(self, places: RankTable) -> None:
         self.sensors = Sensors(places)
         self._newest, self._failed = {}, {}
         self._heartbeats, self._hangs = HeartbeatTracker(), HangTracker()
-        self._hanging: dict[int, Hang] = {}
+        self._hanging = {}
         self._now = 0.0
 
     def is_newest(self, rank: int, heartbeat: Heartbeat) -> bool:

@@ -306,3 +306,17 @@ def test_a_loader_that_takes_as_long_as_before_does_not_hang(
     assert run.changed == []
     run.stay(places, 2.1 * seconds + 15, every=5)
     assert run.named() == {0: Status.SUSPECT}
+
+
+def test_a_hang_is_kept_when_the_detector_is_saved() -> None:
+    run = Run()
+    run.stay({0: WAITING, 1: HUNG, 2: WAITING, 3: WAITING}, 20)
+    asked, told = run.detector.asked_stacks(), run.detector.verdicts()
+    run.detector = Detector.restore(JOB, run.detector.save())
+    assert run.detector.verdicts() == told
+    assert run.named() == {1: Status.SUSPECT}
+    assert run.detector.summary().healthy.tolist() == [0, 2, 3]
+    assert run.detector.asked_stacks() == asked
+    run.changed.clear()
+    run.stay({rank: at(step=10) for rank in range(4)}, 1)
+    assert [(verdict.rank, verdict.status) for verdict in run.changed] == [(1, Status.HEALTHY)]
