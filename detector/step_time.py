@@ -8,6 +8,7 @@ them (transfers, collectives, optimizer, launches), as the last steps showed it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -207,7 +208,7 @@ class StepTimeModel(Persistent):
     def measured(self, step: int, measured_ms: float) -> StepExpectation:
         """Compares the time of a step with the expectation, and learns from it."""
         passes = self._open.pop(step, None)
-        if passes is None or min(*passes, measured_ms) <= 0.0:
+        if passes is None or not all(0.0 < ms < math.inf for ms in (*passes, measured_ms)):
             return StepExpectation(step, measured_ms)
         share, rest = self._fit()
         self._learned = appended(self._learned, (passes[0], measured_ms), _WINDOW)

@@ -154,6 +154,16 @@ def test_what_a_step_takes_besides_is_learned_as_a_constant_or_a_share(
         assert found.expected_ms == pytest.approx(found.measured_ms, rel=1e-6)
 
 
+@pytest.mark.parametrize("absurd", [np.nan, np.inf, -1.0, 0.0])
+def test_a_measured_time_that_is_none_is_not_learned(absurd: float) -> None:
+    job = job_of(2, 2, 1, 4)
+    model, step = StepTimeModel(job, RankTable.of(job.layout)), step_of(job)
+    for number in range(8):
+        model.expect(replace(step, step=step.step + number), np.ones(len(step)), {})
+        told = model.measured(number, absurd if number == 2 else 50.0)
+    assert told.expected_ms == told.healthy_ms == pytest.approx(50.0)
+
+
 def test_nothing_is_expected_of_a_step_without_records_and_of_the_first() -> None:
     job = job_of(1, 2, 1, 4)
     model = StepTimeModel(job, RankTable.of(job.layout))
