@@ -10,6 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from resihp.contracts import (
+    ContractError,
     Diagnosis,
     Heartbeat,
     Job,
@@ -399,11 +400,14 @@ class Detector(Persistent):
         Raises `ContractError` for bytes that `save` did not write.
         """
         saved = unpack(state, arrays)
-        moved = saved["moved"]
-        layout = from_json(Layout, moved["layout"], "layout")
-        job = _moved(job, layout, tuple(moved["quotas"]), Schedule(moved["schedule"]))
-        detector = cls(job, settings=settings)
-        detector.load(saved)
+        try:
+            moved = saved["moved"]
+            layout = from_json(Layout, moved["layout"], "layout")
+            job = _moved(job, layout, tuple(moved["quotas"]), Schedule(moved["schedule"]))
+            detector = cls(job, settings=settings)
+            detector.load(saved)
+        except (KeyError, TypeError) as error:
+            raise ContractError("state", "is not that of a detector") from error
         return detector
 
     def _changed(self, before: tuple[Ints, np.ndarray]) -> list[Verdict]:

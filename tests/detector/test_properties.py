@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from detector import Detector, DetectorSettings
+from detector.persistence import pack, unpack
 from resihp.contracts import (
     ContractError,
     Job,
@@ -124,6 +125,11 @@ def test_a_restored_detector_continues_exactly(cut: int, with_lengths: bool) -> 
 def test_a_state_that_was_not_saved_by_us_is_refused() -> None:
     with pytest.raises(ContractError, match="not a saved state"):
         Detector.restore(JOB, b"\x00nonsense")
+    whole = run(batches(with_lengths=True, steps=2)).state()
+    moved = unpack(run([]).save())["moved"]
+    for state in ({}, {"moved": 3}, {"moved": moved}, {**whole, "moved": moved, "_recent": {}}):
+        with pytest.raises(ContractError, match="not that of a detector"):
+            Detector.restore(JOB, pack(state))
 
 
 @settings(max_examples=3, deadline=None)
