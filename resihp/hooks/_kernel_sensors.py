@@ -194,6 +194,15 @@ class _Pressure:
         return self._total_s
 
 
+def _cpus(proc: Path) -> int:
+    """CPUs of the host; Python's own count follows PYTHON_CPU_COUNT."""
+    try:
+        lines = _text(proc / "stat").splitlines()
+    except OSError:
+        return 1
+    return max(1, sum(line.startswith("cpu") for line in lines) - 1)  # without their sum
+
+
 def _stolen_s(proc: Path, cpus: int) -> float:
     """Seconds of every CPU that the hypervisor took."""
     with (proc / "stat").open() as file:
@@ -219,11 +228,11 @@ def _table(file: Path) -> dict[str, int]:
 
 
 def kernel_sensors(
-    thread_id: int, *, proc: Path = Path("/proc"), sys: Path = Path("/sys"), cpus: int | None = None
+    thread_id: int, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")
 ) -> list[Sensor]:
     """Sensors of this process, its training thread and its host."""
     cgroups, thread = Cgroups(proc), _Thread(thread_id, proc, sys)
-    host_cpus = cpus or os.cpu_count() or 1
+    host_cpus = _cpus(proc)
     total, level = Quantity.TOTAL, Quantity.LEVEL
     return [
         Sensor("cpu_throttled", total, _Throttling(cgroups).read),

@@ -27,8 +27,8 @@ _OFF = ("0", "false", "no", "off")
 class _Readings:
     """Readings of one sensor since the last sample.
 
-    first, last  readings of a total
-    sum, count   of the readings of a level
+    first, last  readings of a total; `first` is the last one of the sample before
+    sum, count   of the readings in this sample
     """
 
     sensor: Sensor
@@ -48,10 +48,12 @@ class _Readings:
         self.sum, self.count = self.sum + value, self.count + 1
 
     def value(self, seconds: float) -> float | None:
-        if self.sensor.quantity is Quantity.LEVEL:
-            return self.sum / self.count if self.count else None
-        if self.sensor.quantity is Quantity.EVENTS or self.first is None or self.last is None:
+        if self.sensor.quantity is Quantity.EVENTS:
             return self.last
+        if not self.count or self.first is None or self.last is None:  # as of a thread that ended
+            return None
+        if self.sensor.quantity is Quantity.LEVEL:
+            return self.sum / self.count
         return (self.last - self.first) / seconds
 
     def restart(self) -> None:
