@@ -60,6 +60,10 @@ def demo(
         dead_at=round(0.72 * steps),
         seed=seed,
     )
+    for option, rank in (("--slow-rank", slow_rank), ("--dead-rank", dead_rank)):
+        if rank >= len(settings.layout.ranks):
+            reason = f"the demo has {len(settings.layout.ranks)} ranks, from 0 on"
+            raise typer.BadParameter(reason, param_hint=option)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends ranks and sidecar, too
     folder = out or Path(tempfile.mkdtemp(prefix="resihp-demo-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Ends of a demo before its time: no process stays behind."""
+"""Ends of a demo before its time, where no process stays behind, and demos that do not begin."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from typer.testing import CliRunner
+
+from resihp.cli import _demo  # noqa: F401 adds the command
+from resihp.cli._app import app
 
 RANKS = """
 import sys, time
@@ -72,3 +77,12 @@ def test_ranks_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
     process = run_until([str(script), str(tmp_path)], logs, signal.SIGKILL)
     assert_group_ends(process, -signal.SIGKILL)
+
+
+def test_a_rank_that_the_demo_does_not_have_is_refused(tmp_path: Path) -> None:
+    for option in ("--slow-rank", "--dead-rank"):
+        command = ["demo", option, "8", "--out", str(tmp_path / "demo")]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2
+        assert "8 ranks" in result.output
+    assert not (tmp_path / "demo").exists()
