@@ -58,14 +58,19 @@ def _operations(path: Path, table: ParquetColumns) -> OpTable:
         kind = kind[known]
         column = {name: values[known] for name, values in column.items()}
     dp, stage = column["dp_rank"], column["stage"]
-    stages = int(stage.max()) + 1
+    replicas, stages = int(dp.max()) + 1, int(stage.max()) + 1
+    if replicas * stages > _MOST_PLACES:
+        raise TraceError(
+            f"{path}: dp_rank and stage: {replicas} replicas of {stages} stages are more than "
+            f"{_MOST_PLACES} places"
+        )
     chunk = column.get("mc", np.where(np.isin(kind, COMPUTE), 0, -1))
     seq = column.get("seq_id")
     seq = _sequence(dp, stage, column["step"], kind, column["start_ts"]) if seq is None else seq
     return OpTable(
         dp=dp,
         stage=stage,
-        rank=column.get("rank", dp.astype(np.int64) + (int(dp.max()) + 1) * stage.astype(np.int64)),
+        rank=column.get("rank", dp.astype(np.int64) + replicas * stage.astype(np.int64)),
         step=column["step"],
         kind=kind,
         start_s=column["start_ts"],
@@ -77,13 +82,15 @@ def _operations(path: Path, table: ParquetColumns) -> OpTable:
     )
 
 
+_MOST_PLACES = 2**17
+
 _CLOCK_S = 1e-3  # a duration may come out below 0 by this, between two clocks, and counts as 0
 
 # Column -> dtype, least and largest value allowed: numbers beyond are a mistake, and would be
 # answered with grids that no memory holds.
 _WANTED: dict[str, tuple[Any, float, int]] = {
     "dp_rank": (np.int32, 0, 2**14),
-    "stage": (np.int16, 0, 2**12 - 1),
+    "stage": (np.int16, 0, 2**10 - 1),
     "rank": (np.int32, 0, 2**31 - 2),
     "step": (np.int64, 0, 2**62),
     "start_ts": (np.float64, -(2**62), 2**62),

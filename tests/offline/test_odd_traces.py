@@ -68,6 +68,12 @@ def test_numbers_beyond_all_reason_are_refused(column, tmp_path):
         analysis_of(dataclasses.replace(WHOLE, **{column: beyond}), tmp_path)
 
 
+def test_places_beyond_all_reason_are_refused(tmp_path):
+    dp, stage = 1000 * WHOLE.dp, 500 * WHOLE.stage
+    with pytest.raises(TraceError, match="2001 replicas of 1001 stages are more than 131072"):
+        analysis_of(dataclasses.replace(WHOLE, dp=dp, stage=stage), tmp_path)
+
+
 def test_all_ranks_of_a_tensor_parallel_group_may_be_recorded(tmp_path):
     twice = {
         field.name: np.concatenate(
