@@ -59,7 +59,7 @@ def parse_job(text: str) -> Job:
     """Job described by a TOML text. Raises `ContractError` with the dotted field."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ContractError("", f"not valid TOML: {error}") from None
     return job_of(document)
 

@@ -22,6 +22,7 @@ from resihp.contracts import (
     Schedule,
     Stage,
 )
+from resihp.contracts.layout import LAST_RANK
 from resihp.pipeline.orders import Pass, job_orders
 from resihp.pipeline.replay import Replay, pass_durations, replay
 
@@ -30,6 +31,7 @@ from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
 from .memory import MemoryFootprint, most_held
 
 Speeds = Mapping[int, float] | Sequence[float]
+_MOST_SPEED = 1e30  # and the least its inverse, so that no time is infinite
 _PASS_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B"}
 
 
@@ -248,13 +250,17 @@ def speed_map(speeds: Speeds | None) -> Mapping[int, float]:
     """Speeds by rank. Raises `ContractError` for an invalid speed or rank."""
     if speeds is None:
         return {}
+    if not isinstance(speeds, Iterable):
+        raise ContractError("speeds", "must be by rank, or a list")
     known = speeds if isinstance(speeds, Mapping) else dict(enumerate(speeds))
     if not _all_are(Integral, known) or min(known, default=0) < 0:
         raise ContractError("speeds", "the keys must be ranks, whole numbers from 0 on")
+    if max(known, default=0) > LAST_RANK:
+        raise ContractError("speeds", f"the keys must be ranks, at most {LAST_RANK}")
     if not _all_are(Real, known.values()):
         raise ContractError("speeds", "must be numbers (0 dead, 1 healthy)")
     for rank, speed in known.items():
-        if not 0.0 <= speed < math.inf:
+        if speed != 0.0 and not 1.0 / _MOST_SPEED <= speed <= _MOST_SPEED:
             raise ContractError(
                 "speeds", f"rank {rank}: {speed} is not a speed (0 dead, 1 healthy)"
             )

@@ -36,6 +36,7 @@ Exit status: 0 with a plan, or for a job that takes on none, 1 where none is fea
 binding constraint), 2 with one clear line for input that it cannot read.
 """
 _ROWS = 48
+_DIGITS = 12  # of a rank, more than any has
 
 
 @app.command("plan", help=_HELP)
@@ -57,19 +58,19 @@ def plan_command(
         known = read_speeds(speeds)
         if time_limit is not None and not time_limit > 0:
             raise ContractError("time-limit", "must be above 0")
-    if job.actions == (Action.NOTIFY,):
-        _print_advice(job, known, as_json=json)
-        return
-    try:
-        options: Sequence[PlanOption] = plan_front(job, known, time_limit_s=time_limit)
-    except InfeasibleError as error:
-        found = {"feasible": False, "constraint": error.constraint, "detail": error.detail}
-        words = f"Binding constraint: {error.constraint}; {error.detail}."
-        typer.echo(dumps(found) if json else f"No plan is feasible. {words}")
-        raise typer.Exit(1) from None
-    if Action.LAYOUT not in job.actions:
-        options = with_restart(job, options, None)
-    (_print_json if json else _print_plan)(job, options, known)
+        if job.actions == (Action.NOTIFY,):
+            _print_advice(job, known, as_json=json)
+            return
+        try:
+            options: Sequence[PlanOption] = plan_front(job, known, time_limit_s=time_limit)
+        except InfeasibleError as error:
+            found = {"feasible": False, "constraint": error.constraint, "detail": error.detail}
+            words = f"Binding constraint: {error.constraint}; {error.detail}."
+            typer.echo(dumps(found) if json else f"No plan is feasible. {words}")
+            raise typer.Exit(1) from None
+        if Action.LAYOUT not in job.actions:
+            options = with_restart(job, options, None)
+        (_print_json if json else _print_plan)(job, options, known)
 
 
 def read_speeds(given: str) -> dict[int, float]:
@@ -82,19 +83,23 @@ def read_speeds(given: str) -> dict[int, float]:
             raise ContractError("speeds", f"{given!r} is neither JSON nor a file")
         text = Path(given).read_text(encoding="utf-8")
     try:
-        document = loads(text)
-    except ValueError as error:
+        document = loads(text, object_pairs_hook=tuple)  # keeps a rank that stands twice
+    except (ValueError, RecursionError) as error:
         raise ContractError("speeds", f"not valid JSON: {error}") from None
-    if isinstance(document, list):
-        document = dict(enumerate(document))
-    if not isinstance(document, dict):
+    pairs = tuple(enumerate(document)) if isinstance(document, list) else document
+    if not isinstance(pairs, tuple):
         raise ContractError("speeds", "must be an object or a list")
-    for rank, speed in document.items():
-        if not str(rank).isdecimal():
-            raise ContractError(f"speeds.{rank}", "the key must be a rank")
+    known: dict[int, float] = {}
+    for key, speed in pairs:
+        name = str(key)
+        if not name.isdecimal() or len(name) > _DIGITS:
+            raise ContractError(f"speeds.{name[:_DIGITS]}", "the key must be a rank")
         if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 <= speed < 100:
-            raise ContractError(f"speeds.{rank}", "must be a speed, 0 or more")
-    return {int(rank): float(speed) for rank, speed in document.items()}
+            raise ContractError(f"speeds.{name}", "must be a speed, 0 or more")
+        if int(name) in known:
+            raise ContractError(f"speeds.{name}", "stands twice")
+        known[int(name)] = float(speed)
+    return known
 
 
 def _compare(

@@ -11,6 +11,8 @@ from .errors import ContractError
 from .faults import Protection
 from .layout import Layout, Schedule
 
+_LEAST_MS = 1e-30  # of a layer: products with shares and speeds stay above the least float
+
 
 class Action(StrEnum):
     """Kind of change that a job can take on.
@@ -95,7 +97,7 @@ class LayerCost:
     step_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_positive(self, "forward_ms", "backward_ms")
+        _require_positive(self, "forward_ms", "backward_ms", least=_LEAST_MS)
         _require_not_negative(self, "fixed_ms", "embedding_ms", "head_ms", "step_ms")
 
 
@@ -220,10 +222,15 @@ class Job:
 
     def __post_init__(self) -> None:
         _require_positive(self, "microbatches", "chunks")
+        for limit in ("max_in_flight", "tokens_per_microbatch"):
+            if getattr(self, limit) is not None:
+                _require_positive(self, limit)
         object.__setattr__(self, "actions", Action.ordered(self.actions))
         object.__setattr__(self, "layout", self.layout.under(None))
         if not self.name or len(self.name) > 128 or "/" in self.name or not self.name.isprintable():
             raise ContractError("name", "must be 1 to 128 printable characters without a slash")
+        if self.layout.layers < 1:
+            raise ContractError("layout", "must hold at least one layer")
         if self.model is not None and self.model.layers != self.layout.layers:
             raise ContractError(
                 "layout", f"holds {self.layout.layers} layers, the model has {self.model.layers}"
@@ -252,10 +259,11 @@ def even_quotas(microbatches: int, replicas: int) -> tuple[int, ...]:
     return tuple(size + (index < extra) for index in range(replicas))
 
 
-def _require_positive(value: object, *names: str) -> None:
+def _require_positive(value: object, *names: str, least: float = 0.0) -> None:
     for name in names:
-        if not 0 < getattr(value, name) < inf:
-            raise ContractError(name, f"must be above 0 and finite, not {getattr(value, name)}")
+        if not least < getattr(value, name) < inf:
+            problem = f"must be above {least:g} and finite, not {getattr(value, name)}"
+            raise ContractError(name, problem)
 
 
 def _require_not_negative(value: object, *names: str) -> None:

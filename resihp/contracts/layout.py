@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
+from numbers import Integral
 
 from ._json import OMIT_EMPTY
 from .errors import ContractError
 
-_LAST_RANK = 2**31 - 1  # what a record can name
+LAST_RANK = 2**31 - 1  # what a record can name
 
 
 class Schedule(StrEnum):
@@ -43,10 +45,13 @@ class Stage:
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ContractError("ranks", "a stage needs at least one rank")
+        for name, values in (("ranks", self.ranks), ("shares", self.shares)):
+            if not all(issubclass(kind, Integral) for kind in set(map(type, values))):
+                raise ContractError(name, "must be whole numbers")
         if min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
             raise ContractError("ranks", "must be distinct and 0 or more")
-        if max(self.ranks) > _LAST_RANK:
-            raise ContractError("ranks", f"must be at most {_LAST_RANK}")
+        if max(self.ranks) > LAST_RANK:
+            raise ContractError("ranks", f"must be at most {LAST_RANK}")
         for start, stop in self.chunks:
             if not 0 <= start <= stop:
                 raise ContractError("layers", f"must be a half-open range, not [{start}, {stop})")
@@ -147,7 +152,7 @@ class Layout:
             raise ContractError("replicas", "all replicas must hold the same number of layers")
         ranks = self.ranks
         if len(set(ranks)) < len(ranks):
-            twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+            twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
             raise ContractError("replicas", f"ranks {twice[:4]} stand in two places")
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from math import inf
 
 from ._json import OMIT_EMPTY, to_json
 from .errors import ContractError
@@ -38,6 +39,11 @@ class Plan:
     def __post_init__(self) -> None:
         if self.version < 0:
             raise ContractError("version", "must be 0 or more")
+        if self.from_step < 0:
+            raise ContractError("from_step", "must be 0 or more")
+        for name, value in (("step_ms", self.step_ms), ("bound_ms", self.bound_ms)):
+            if not 0.0 <= value < inf:
+                raise ContractError(name, f"must be 0 or more and finite, not {value}")
         if len(self.quotas) != self.layout.dp or min(self.quotas) < 0:
             raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
         object.__setattr__(self, "layout", self.layout.under(self.schedule))

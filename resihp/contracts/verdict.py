@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from .errors import ContractError
 
@@ -92,6 +93,8 @@ class LinkVerdict:
         if self.rank < 0:
             raise ContractError("rank", "must be 0 or more")
         _check_slowdown(self.slowdown)
+        if self.slowdown == inf:
+            raise ContractError("slowdown", "must be finite")
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -10,10 +10,12 @@ from resihp.contracts import (
     ContractError,
     Job,
     Layout,
+    LinkVerdict,
     Place,
     Plan,
     Replica,
     Stage,
+    Status,
     even_quotas,
     from_json,
     to_json,
@@ -108,10 +110,50 @@ def test_plans_check_themselves_and_know_their_gap():
     plan = Plan(version=1, layout=layout, quotas=(3, 1), step_ms=11, bound_ms=10)
     assert plan.gap == pytest.approx(0.1)
     assert plan.microbatches == 4
-    for wrong, field in (({"version": -1}, "version"), ({"quotas": (4,)}, "quotas")):
+    for wrong, field in (
+        ({"version": -1}, "version"),
+        ({"quotas": (4,)}, "quotas"),
+        ({"from_step": -1}, "from_step"),
+        ({"step_ms": float("nan")}, "step_ms"),
+        ({"bound_ms": float("inf")}, "bound_ms"),
+    ):
         with pytest.raises(ContractError) as caught:
             Plan(**{"version": 0, "layout": layout, "quotas": (2, 2), **wrong})
         assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("given", "field"), [({"ranks": (0.5,)}, "ranks"), ({"shares": (1.5,)}, "shares")]
+)
+def test_ranks_and_shares_are_whole_numbers(given, field):
+    with pytest.raises(ContractError, match=field):
+        Stage(**{"ranks": (0,), "layers": (0, 1), **given})
+
+
+def test_ranks_that_stand_in_two_places_are_named():
+    replicas = [Replica((Stage((rank, rank + 1), (0, 1)),)) for rank in (0, 1, 2)]
+    with pytest.raises(ContractError, match=r"ranks \[1, 2\] stand in two places"):
+        Layout(tuple(replicas))
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"layout": Layout.grid(dp=1, pp=1, tp=1, layers=0)}, "layout"),
+        ({"max_in_flight": 0}, "max_in_flight"),
+        ({"tokens_per_microbatch": -5}, "tokens_per_microbatch"),
+    ],
+)
+def test_a_job_that_cannot_be(given, field):
+    layout = Layout.grid(dp=1, pp=1, tp=1, layers=1)
+    with pytest.raises(ContractError) as caught:
+        Job(**{"name": "j", "layout": layout, "microbatches": 1, **given})
+    assert caught.value.field == field
+
+
+def test_a_slow_link_has_a_finite_factor():
+    with pytest.raises(ContractError, match="slowdown"):
+        LinkVerdict(rank=0, peer=1, status=Status.FAIL_SLOW, slowdown=float("inf"))
 
 
 def test_a_job_without_quotas_spreads_its_microbatches():

@@ -181,12 +181,40 @@ def test_no_plan_names_what_binds(run):
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("layers = 8", "layers = 0", "layout: must hold at least one layer"),
+        ("[layout]", "max_in_flight = 0\n[layout]", "max_in_flight"),
+        ("[layout]", "tokens_per_microbatch = -5\n[layout]", "tokens_per_microbatch"),
+        (
+            "[layout]",
+            'schedule = "interleaved"\nchunks = 2\nmax_in_flight = 1\n[layout]',
+            "max_in_flight",
+        ),
+        ("forward_ms = 1.0", "forward_ms = 1e-320", "cost.forward_ms"),
+        ("[layout]", f"extra = {'[' * 5000}\n[layout]", "not valid TOML"),
+    ],
+)
+def test_a_job_that_cannot_be_planned_is_one_line(run, tmp_path, old, new, said):
+    (tmp_path / "wrong.toml").write_text(JOB.replace(old, new))
+    result = run("plan", str(tmp_path / "wrong.toml"), "--speeds", '{"1": 0.5}')
+    assert (result.exit_code, said in result.stderr) == (2, True)
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("plan", "nowhere.toml"), "nowhere.toml: no such file"),
         (("plan", "JOB", "--speeds", '{"1": "fast"}'), "speeds.1"),
         (("plan", "JOB", "--speeds", '{"one": 1}'), "speeds.one"),
         (("plan", "FAULTS"), "hours"),
+        (("plan", "JOB", "--speeds", '{"0": 1, "00": 0.5}'), "speeds.00: stands twice"),
+        (("plan", "JOB", "--speeds", '{"1": 1, "1": 0.5}'), "speeds.1: stands twice"),
+        (("plan", "JOB", "--speeds", '{"2147483648": 1}'), "at most 2147483647"),
+        (("plan", "JOB", "--speeds", '{"0": 1e-323}'), "is not a speed"),
+        (("plan", "JOB", "--speeds", f'{{"{"9" * 5000}": 1}}'), "the key must be a rank"),
+        (("plan", "JOB", "--speeds", "[" * 100_000), "not valid JSON"),
         (("plan", "JOB", "--speeds", ""), "neither JSON nor a file"),
         (("plan", "JOB", "--speeds", "5"), "neither JSON nor a file"),
         (("plan", "JOB", "--time-limit", "-1"), "must be above 0"),
