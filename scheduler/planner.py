@@ -163,10 +163,16 @@ def replan(
     least cost within the horizon or, if that is unknown, the one whose migration pays first.
 
     A job without the actions `layout` and `restart` gets other quotas in its layout, or no plan,
-    also with a dead rank, and `advice` on the ranks to leave out. Raises `InfeasibleError`.
+    also with a dead rank, and `advice` on the ranks to leave out. Raises `InfeasibleError`, and
+    `ContractError` for what `make_plan` refuses, for quotas of another sum than the job's and for a
+    current layout that cannot run within `max_in_flight`.
     """
     known, links, expired = speed_map(speeds), tuple(links), _deadline(time_limit_s, clock)
     slow = LinkSlowdowns.of(job, links)
+    if current.microbatches != job.microbatches:
+        raise ContractError("quotas", f"must sum to microbatches ({job.microbatches})")
+    if horizon_steps is not None and horizon_steps < 0:
+        raise ContractError("horizon_steps", "must be 0 or more")
     dead = [rank for rank in current.layout.ranks if known.get(rank, 1.0) <= 0.0]
     if not job.takes_layouts:
         given = job, current, known, slow, dead, rental, horizon_steps, step
@@ -391,5 +397,7 @@ def _with_chunks(
 def _deadline(limit_s: float | None, clock: Callable[[], float]) -> Callable[[], bool]:
     if limit_s is None:
         return lambda: False
+    if not limit_s >= 0.0:  # nor NaN
+        raise ContractError("time_limit_s", f"must be 0 or more, not {limit_s}")
     end = clock() + limit_s
     return lambda: clock() >= end

@@ -169,8 +169,12 @@ def _vectorised(job: Job, replica: Replica, schedule: Schedule) -> Schedule | No
 
 def relative_work(work: Sequence[float]) -> Floats:
     """Work divided by its mean. Raises `ContractError` for invalid values."""
-    values = np.asarray(work, np.float64)
-    if values.ndim != 1 or not values.size or not (np.isfinite(values) & (values > 0.0)).all():
+    try:
+        values = np.asarray(work)
+    except ValueError:  # lists of unequal length
+        values = np.empty(0)
+    is_list = values.ndim == 1 and values.size and values.dtype.kind in "iuf"
+    if not is_list or not (np.isfinite(values) & (values > 0.0)).all():
         raise ContractError("work", "must be a list of numbers above 0")
     return np.asarray(values / values.mean())
 

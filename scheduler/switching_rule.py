@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from resihp.contracts import Action, Advice, Job, Layout, Plan, Schedule
+from resihp.contracts import Action, Advice, ContractError, Job, Layout, Plan, Schedule
 from resihp.formatting import duration, plural
 
 from .cost_model import layer_cost
@@ -205,6 +205,7 @@ def decide(
     breaks even first.
     """
     now_ms, found = best_in_place(job, current, speeds, links, expired)
+    found.require_time()
     in_place_ms = found.step_ms
     least_gain_ms = LEAST_GAIN * in_place_ms
     best = _best_switch(current, options, in_place_ms, least_gain_ms, horizon_steps)
@@ -272,6 +273,11 @@ class InPlaceChange:
     schedule: Schedule
     step_ms: float
 
+    def require_time(self) -> None:
+        """Raise `ContractError` for a layout that cannot run within `max_in_flight`."""
+        if math.isinf(self.step_ms):
+            raise ContractError("max_in_flight", "is too small for the chunks of the layout")
+
     def plan(
         self,
         job: Job,
@@ -280,6 +286,7 @@ class InPlaceChange:
         links: LinkSlowdowns = ALL_LINKS_HEALTHY,
     ) -> Plan:
         """Next plan after `current` with this change."""
+        self.require_time()
         layout, is_live = self.layout, Action.LAYOUT in job.actions
         given = job, layout, self.quotas, self.schedule, speeds, self.step_ms
         is_same = layout == current.layout and self.schedule is own_schedule(job, current)

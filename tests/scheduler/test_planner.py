@@ -160,6 +160,20 @@ def test_costs_that_are_none_are_refused_by_name(value):
         LayerCost(forward_ms=value, backward_ms=2.0)
 
 
+@pytest.mark.parametrize(
+    "speeds", [5, {0: 1e-323}, {0: 1e300}, {2**31: 1.0}, {0: float("nan")}, {"0": 1.0}]
+)
+def test_speeds_that_are_none_are_refused_by_name(speeds):
+    with pytest.raises(ContractError, match="speeds"):
+        make_plan(job(), speeds)
+
+
+@pytest.mark.parametrize("work", [5, ["1", "2"], ["much"], [[1.0], [1.0, 2.0]], [], [0.0]])
+def test_work_that_is_not_numbers_is_refused_by_name(work):
+    with pytest.raises(ContractError, match="work"):
+        make_plan(job(), {}, work=work)
+
+
 def test_a_member_that_hurts_is_left_out():
     assert 1 not in make_plan(job(), {1: 0.05}).layout.ranks
 

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.contracts import Job, LayerCost, Layout, Links, ModelShape, Plan, Schedule
+from resihp.contracts import (
+    ContractError,
+    Job,
+    LayerCost,
+    Layout,
+    Links,
+    ModelShape,
+    Plan,
+    Schedule,
+)
 from scheduler import (
     PlanOption,
     ReplanDecision,
@@ -38,6 +47,38 @@ def slow_links(gbytes_per_s):
     """A job whose moves take their time."""
     links = Links(inter_gbytes_per_s=gbytes_per_s)
     return job(tp=1, microbatches=16, model=SHAPE, links=links)
+
+
+@pytest.mark.parametrize(
+    ("quotas", "given_", "field"),
+    [
+        ((4, 2), {}, "quotas"),
+        ((4, 4), {"horizon_steps": -5}, "horizon_steps"),
+        ((4, 4), {"time_limit_s": float("nan")}, "time_limit_s"),
+    ],
+)
+def test_what_a_change_cannot_be_made_for_is_refused(quotas, given_, field):
+    one = job()
+    with pytest.raises(ContractError) as caught:
+        replan(one, Plan(version=0, layout=one.layout, quotas=quotas), {0: 0.5}, step=1, **given_)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("actions", [("layout",), ("quotas",), ("restart",)])
+def test_a_layout_that_cannot_run_is_refused_by_what_forbids_it(actions):
+    interleaved = {"schedule": Schedule.INTERLEAVED, "chunks": 2, "max_in_flight": 1}
+    layout = Layout.grid(dp=2, pp=2, tp=1, layers=8, chunks=2)
+    one = Job(name="test", layout=layout, microbatches=8, actions=actions, **interleaved)
+    current = Plan(version=0, layout=layout, quotas=one.quotas, schedule=one.schedule)
+    with pytest.raises(ContractError, match="max_in_flight"):
+        replan(one, current, {0: 0.5}, step=1)
+
+
+def test_quotas_in_place_stay_once_the_time_is_up():
+    one = job(dp=4, pp=1, tp=1, actions=("quotas",))
+    late = iter([0.0])
+    plan = make_plan(one, {0: 0.5}, time_limit_s=1.0, clock=lambda: next(late, 2.0))
+    assert plan.quotas == one.quotas != make_plan(one, {0: 0.5}).quotas
 
 
 def test_a_good_plan_is_left_alone():
