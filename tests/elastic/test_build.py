@@ -91,8 +91,11 @@ def test_a_meeting_is_left_when_it_is_given_up_or_a_rank_will_not_come() -> None
         wait(given_up)
     store = dist.HashStore()
     announce_death(store, 1)
+    watching = rendezvous_of(store, 0)
+    watching.start()
     with pytest.raises(PeerLostError, match=r"ranks \[1\] are dead"):
-        wait(rendezvous_of(store, 0))
+        wait(watching)
+    watching.close()
     at_once = dict.fromkeys(("heartbeat", "connect", "exchange"), timedelta(microseconds=2))
     hasty = Timeouts(poll=timedelta(microseconds=1), **at_once)
     store = dist.HashStore()

@@ -222,6 +222,8 @@ def test_a_rank_that_joins_a_job_whose_members_are_all_lost_is_fenced_out() -> N
     joiner = rendezvous_of(store, 1, ())
     joiner.enter(0, (0, 1), is_joining=True)
     announce_death(store, 0)
+    joiner.start()
     with pytest.raises(FencedOutError, match="without living members"):
         agree(joiner, report(generation=0, completed=0, idle=True), MICROBATCHES)
+    joiner.close()
     assert not store.check([keys.decision(0)])

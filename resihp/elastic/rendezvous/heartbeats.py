@@ -68,7 +68,8 @@ class Heartbeats:
         self._job_watcher = JobWatcher("")
         self._is_listed, self._hosts = False, list[str]()
         self._next_look_s = 0.0
-        self._view, self._viewed_s = LivenessView(LivenessSummary(), ProcessHistory()), -inf
+        self._view = (-inf, LivenessView(LivenessSummary(), ProcessHistory()))  # since when
+        self._asked_s, self._waits_since_s = -inf, -inf  # latest question, begin of latest wait
 
     # Heartbeats.
 
@@ -147,16 +148,50 @@ class Heartbeats:
         """Return those of `ranks` that are dead or have not beaten for the time-out.
 
         A rank without any heartbeat is still starting; it is silent after `Timeouts.connect`, of
-        which `waited_s` seconds have passed. The store is asked once in `interval_s`, less often by
-        each rank in jobs of many `members`, and for each wait once at its beginning.
+        which `waited_s` seconds have passed.
         """
-        now = self._clock()
+        since_s = self._ask(waited_s)
+        self.refresh(store, members)
+        return self._lost(ranks, since_s, waited_s)
+
+    def known_silent(self, ranks: Collection[int], waited_s: float) -> list[int]:
+        """Return what `silent` does as far as it is known, without a request to the store.
+
+        Nothing is known before the first `refresh` since the wait began.
+        """
+        return self._lost(ranks, self._ask(waited_s), waited_s)
+
+    def is_refresh_due(self, members: int) -> bool:
+        """Return whether a rank that waits needs a newer view of the others.
+
+        It does once in `interval_s`, less often in jobs of many `members`, and for each wait once
+        at its beginning.
+        """
+        viewed_s, _ = self._view
         interval_s = max(self.interval_s, members / REQUESTS_PER_S)
-        if self._viewed_s < max(now - interval_s, now - waited_s):
-            self._viewed_s = now
-            raw, history = store.multi_get([keys.JOB_LIVENESS, keys.PROCESS_HISTORY])
-            self._view = LivenessView(LivenessSummary.decode(raw), ProcessHistory(history))
-        lost = self._view.lost_among(ranks, is_overdue=waited_s > self._connect_s)
+        is_old = viewed_s < min(self._asked_s, self._clock() - interval_s)
+        return is_old or viewed_s < self._waits_since_s
+
+    def refresh(self, store: dist.Store, members: int) -> None:
+        """Read the state of the others if a rank that waits needs it."""
+        if not self.is_refresh_due(members):
+            return
+        now_s = self._clock()
+        raw, history = store.multi_get([keys.JOB_LIVENESS, keys.PROCESS_HISTORY])
+        self._view = now_s, LivenessView(LivenessSummary.decode(raw), ProcessHistory(history))
+
+    def _ask(self, waited_s: float) -> float:
+        """Note the question of a rank that has waited for `waited_s`; returns since when."""
+        self._asked_s = self._clock()
+        since_s = self._asked_s - waited_s
+        self._waits_since_s = max(self._waits_since_s, since_s)
+        return since_s
+
+    def _lost(self, ranks: Collection[int], since_s: float, waited_s: float) -> list[int]:
+        viewed_s, view = self._view
+        if viewed_s < since_s:
+            return []
+        lost = view.lost_among(ranks, is_overdue=waited_s > self._connect_s)
         return [rank for rank in lost if rank != self._rank]
 
 

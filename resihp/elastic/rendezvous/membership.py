@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -69,9 +68,8 @@ class Rendezvous:
         self._scope: _Scope | None = None
         self._broken_in_scope: str | None = None
         self._stopped: str | None = None
-        self._reading = threading.Lock()
         self._changed = threading.Condition()
-        self._closed = threading.Event()
+        self._closed, self._woken = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="resihp-rendezvous", daemon=True)
 
     def start(self, model: str = "", *, part: int = 0) -> None:
@@ -92,6 +90,7 @@ class Rendezvous:
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
+        self._woken.set()
         self._watcher.join(timeout=5)
         self._heartbeats.close()
 
@@ -179,37 +178,37 @@ class Rendezvous:
 
     def broken(self, ranks: Sequence[int], waited_s: float) -> str | None:
         """Reason to give up waiting for `ranks`, or None; every wait of any thread asks this."""
-        with self._reading:
-            scope = self._scope
-            if scope is not None and scope.thread != threading.get_ident():
-                scope = None
-            known = self._broken if scope is None else self._broken_in_scope
-            if known is None and waited_s > 1.0:
-                silent = self._lost(ranks if scope is None else scope.ranks, waited_s)
-                if silent:
-                    reason = f"ranks {silent} do not answer"
-                    if scope is not None:
-                        self._broken_in_scope = reason
-                    self.request_recovery(reason)
-            return self._broken if scope is None else self._broken_in_scope
+        scope = self._scope
+        if scope is not None and scope.thread != threading.get_ident():
+            scope = None
+        known = self._broken if scope is None else self._broken_in_scope
+        if known is None and waited_s > 1.0:
+            silent = self.lost(ranks if scope is None else scope.ranks, waited_s)
+            if silent:
+                reason = f"ranks {silent} do not answer"
+                if scope is not None:
+                    self._broken_in_scope = reason
+                self.request_recovery(reason)
+        return self._broken if scope is None else self._broken_in_scope
 
     def lost(self, ranks: Collection[int], waited_s: float) -> list[int]:
         """Return those of `ranks` that are dead or do not answer, `waited_s` seconds into a wait.
 
-        A rank that has not started yet is waited for until `Timeouts.connect` has passed.
+        A rank that has not started yet is waited for until `Timeouts.connect` has passed. The store
+        is asked by the watching thread, so a store that is silent delays no wait; until it answers
+        no rank is known to be lost. Ask again while you wait.
         """
-        with self._reading:
-            return self._lost(ranks, waited_s)
+        if self.stores.is_cut_off:
+            return []
+        lost = self._heartbeats.known_silent(ranks, waited_s)
+        if self._heartbeats.is_refresh_due(len(self.alive)):
+            self._woken.set()
+        return lost
 
     @property
     def pause_s(self) -> float:
         """Time between two requests of a rank that waits for a key."""
         return max(0.005, len(self.alive) / REQUESTS_PER_S)
-
-    def _lost(self, ranks: Collection[int], waited_s: float) -> list[int]:
-        store, none = self.stores.store, list[int]()
-        silent = partial(self._heartbeats.silent, store, ranks, waited_s, len(self.alive))
-        return self.stores.ask(silent, none)
 
     def check(self, ranks: Sequence[int], waited_s: float) -> None:
         """Raise `PeerLostError` with the reason to give up waiting for `ranks`, if there is one."""
@@ -325,13 +324,19 @@ class Rendezvous:
 
     def _watch_store(self, store: dist.Store) -> None:
         seen, next_s, pause_s = (0, 0), time.monotonic(), self.timeouts.poll.total_seconds()
-        while not self._closed.wait(pause_s):
+        while not self._is_closed_within(pause_s):
             pause_s, now_s = self._beat(store), time.monotonic()
+            self._heartbeats.refresh(store, len(self.alive))
             if now_s >= next_s:
                 poll_s = self.timeouts.poll.total_seconds()
                 next_s = now_s + max(poll_s, len(self.alive) / REQUESTS_PER_S)
                 seen = self._read_changes(store, seen)
             pause_s = min(pause_s, max(next_s - time.monotonic(), 0.0))
+
+    def _is_closed_within(self, pause_s: float) -> bool:
+        self._woken.wait(pause_s)
+        self._woken.clear()
+        return self._closed.is_set()
 
     def _read_changes(self, store: dist.Store, seen: tuple[int, int]) -> tuple[int, int]:
         """Read the store if its signal is not the one `seen`; returns the present one."""
@@ -340,12 +345,14 @@ class Rendezvous:
         if now == seen and not (self._broken and self._scope):
             return seen
         self._read_stopped(store)
-        with self._changed:
-            key = keys.broken(self.recovery)
-            if self._broken is None and store.check([key]):
-                self._broken = store.get(key).decode()
-            scope = self._scope
-            if scope is not None and store.check([keys.abandoned(self.recovery, scope.work)]):
-                self._broken_in_scope = self._broken
+        (_, recovery), scope, broken = now, self._scope, self._broken
+        if broken is None and store.check([keys.broken(recovery)]):
+            broken = store.get(keys.broken(recovery)).decode()
+        is_abandoned = scope is not None and store.check([keys.abandoned(recovery, scope.work)])
+        with self._changed:  # not held while the store is asked: `enter` takes it
+            if recovery == self.recovery:
+                self._broken = self._broken or broken
+                if is_abandoned and scope is self._scope:
+                    self._broken_in_scope = self._broken
             self._changed.notify_all()
         return now
