@@ -94,7 +94,8 @@ class Detector(Persistent):
 
     @property
     def predictor(self) -> Predictor | None:
-        """The learned cost of work, for the next job; None before the training."""
+        """The learned cost of work, for the next job; None before the training. It corrects
+        analytic times, and predicts none by itself."""
         return self._layout_state.model.correction.predictor
 
     def update(self, batch: TelemetryBatch) -> list[Verdict]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from resihp.contracts import ContractError
 
@@ -39,11 +41,25 @@ class DetectorSettings:
     probation_probe_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("false_alarm_steps", "confirm_steps", "recover_steps", "train_after_steps"):
-            if getattr(self, name) < 1:
-                raise ContractError(name, "must be 1 or more")
-        if self.min_slowdown <= 1.0:
-            raise ContractError("min_slowdown", "must be above 1")
-        for name in ("probes_per_minute", "probation_probe_s"):
-            if getattr(self, name) < 0:
-                raise ContractError(name, "must be 0 or more")
+        for name, least in _WHOLE.items():
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or value < least:
+                raise ContractError(name, f"must be a whole number, {least} or more")
+        if not _is_finite(self.min_slowdown) or self.min_slowdown <= 1.0:
+            raise ContractError("min_slowdown", "must be finite and above 1")
+        if not _is_finite(self.probation_probe_s) or self.probation_probe_s < 0:
+            raise ContractError("probation_probe_s", "must be finite and 0 or more")
+
+
+_WHOLE = {
+    "false_alarm_steps": 1,
+    "confirm_steps": 1,
+    "recover_steps": 1,
+    "train_after_steps": 1,
+    "probes_per_minute": 0,
+}
+"""Settings that count, with their least values."""
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

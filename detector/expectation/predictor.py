@@ -26,6 +26,7 @@ from .regression import CellRegression
 FEATURES = ("tokens", "sequences", "sum_sq_len", "max_len", "backward", "layers", "share", "head")
 """Columns of the feature matrix; `backward` and `head` are 0 or 1, `share` is a fraction."""
 
+_BACKWARD = FEATURES.index("backward")
 _MONOTONE = (0, -1, 0, 0, 0, 0, -1, 0)
 """Signs of the trees' dependence on their features: at equal tokens, shorter documents and thinner
 shards do not use a device better."""
@@ -33,19 +34,42 @@ _FADE = 0.7
 """Distance (log) beyond the trained range at which a correction has faded to a third."""
 
 
-def check_features(features: Floats, times: Floats | None = None) -> Floats:
-    """The matrix as float64. Raises `ContractError` for a wrong shape or values not finite."""
+def check_features(features: Floats) -> Floats:
+    """The matrix as float64. Raises `ContractError` for a wrong shape, values not finite, and a
+    direction other than 0 and 1."""
     matrix = np.asarray(features, np.float64)
     if matrix.ndim != 2 or matrix.shape[1] != len(FEATURES):
         raise ContractError("features", f"must have shape (records, {len(FEATURES)})")
     if not np.isfinite(matrix).all():
         raise ContractError("features", "must be finite")
-    if times is not None:
-        if np.shape(times) != (matrix.shape[0],) or not matrix.size:
-            raise ContractError("times", "must have one entry for each of at least one record")
-        if not (np.asarray(times) > 0).all():
-            raise ContractError("times", "must be above 0")
+    if not np.isin(matrix[:, _BACKWARD], (0, 1)).all():
+        raise ContractError("features", "must have 0 or 1 as backward")
     return matrix
+
+
+def check_targets(name: str, values: Floats, matrix: Floats) -> Floats:
+    """The values to be learned of the records in a matrix as float64. Raises `ContractError` unless
+    there is a finite one for each record, and a record."""
+    values = np.asarray(values, np.float64)
+    if values.shape != (matrix.shape[0],) or not values.size:
+        raise ContractError(name, "must have one entry for each of at least one record")
+    if not np.isfinite(values).all():
+        raise ContractError(name, "must be finite")
+    return values
+
+
+def check_times(times: Floats, matrix: Floats) -> Floats:
+    """The times of the records in a matrix as float64; see `check_targets`."""
+    times = check_targets("times", times, matrix)
+    if not (times > 0).all():
+        raise ContractError("times", "must be above 0")
+    return times
+
+
+def check_fitted(estimator: object, attribute: str, problem: str = "is not fitted") -> None:
+    """Raises `ContractError` for an estimator without an attribute that the fit sets."""
+    if not hasattr(estimator, attribute):
+        raise ContractError("predictor", problem)
 
 
 class AnalyticCost:
@@ -61,8 +85,9 @@ class AnalyticCost:
 
     def fit(self, features: Floats, times: Floats) -> Self:
         """Fits `times` (ms, shape (records,)) in relative error."""
-        matrix = check_features(features, times)
-        terms, op = self._terms(matrix), matrix[:, 4].astype(np.int64)
+        matrix = check_features(features)
+        times = check_times(times, matrix)
+        terms, op = self._terms(matrix), matrix[:, _BACKWARD].astype(np.int64)
         cells = CellRegression(
             2, np.array([0.0, 1.0, 1.0]), np.full(3, self.ridge), np.ones(3, bool), fade=1.0
         )
@@ -80,8 +105,9 @@ class AnalyticCost:
 
     def predict(self, features: Floats) -> Floats:
         """Expected times in ms."""
+        check_fitted(self, "coefficients_")
         matrix = check_features(features)
-        coefficients = self.coefficients_[matrix[:, 4].astype(np.int64)]
+        coefficients = self.coefficients_[matrix[:, _BACKWARD].astype(np.int64)]
         result: Floats = np.maximum((self._terms(matrix) * coefficients).sum(axis=1), 1e-9)
         return result
 
@@ -120,13 +146,15 @@ class Predictor:
     def fit(self, features: Floats, times: Floats, devices: Ints | None = None) -> Self:
         """Learns from healthy records. `devices`, the device of each record, lets the fit remove
         each device's own level."""
-        matrix = check_features(features, times)
+        matrix = check_features(features)
+        times = check_times(times, matrix)
         self.analytic_ = AnalyticCost().fit(matrix, times)
         return self.fit_correction(matrix, np.log(times / self.analytic_.predict(matrix)), devices)
 
     def fit_correction(self, features: Floats, ratio: Floats, devices: Ints | None = None) -> Self:
         """Learns only the correction; `ratio` is the log of observed over some analytic time."""
         matrix = check_features(features)
+        ratio = check_targets("ratio", ratio, matrix)
         target = ratio if devices is None else _without_devices(ratio, devices, matrix)
         trees = _tree_features(matrix)
         self.low_, self.high_ = trees.min(axis=0), trees.max(axis=0)
@@ -166,15 +194,19 @@ class Predictor:
         return model.fit(trees, target).booster_
 
     def predict(self, features: Floats) -> Floats:
-        """Expected times in ms, shape (records,)."""
+        """Expected times in ms, shape (records,). Raises `ContractError` after `fit_correction`, as
+        that learns nothing of the analytic time."""
+        check_fitted(self, "booster_")
+        check_fitted(self, "analytic_", "has learned the correction of analytic times only")
         matrix = check_features(features)
         result: Floats = self.analytic_.predict(matrix) * np.exp(self.correction(matrix))
         return result
 
     def correction(self, features: Floats) -> Floats:
         """Log of the factor on the analytic time; fades to 0 outside the trained range."""
+        check_fitted(self, "booster_")
         matrix = check_features(features)
-        if self.booster_ is None:
+        if self.booster_ is None or not matrix.size:
             return np.zeros(matrix.shape[0])
         trees = _tree_features(matrix)
         clipped = np.clip(trees, self.low_, self.high_)
@@ -183,6 +215,7 @@ class Predictor:
 
     def beyond(self, features: Floats) -> Floats:
         """Distance (log) of each record from the trained range; 0 inside."""
+        check_fitted(self, "booster_")
         trees = _tree_features(check_features(features))
         over = np.maximum(trees - self.high_, self.low_ - trees)
         result: Floats = np.maximum(over, 0.0).max(axis=1)
@@ -202,6 +235,7 @@ class Predictor:
 
     def to_bytes(self) -> bytes:
         """The fitted predictor, for the next job of the same model and device type."""
+        check_fitted(self, "booster_")
         state = dict(vars(self))
         if self.booster_ is not None:
             state["booster_"] = self.booster_.model_to_string()
@@ -213,17 +247,29 @@ class Predictor:
     def from_bytes(cls, data: bytes) -> Predictor:
         """The predictor that `to_bytes` wrote. Raises `ContractError` for anything else."""
         predictor, state = cls(), unpack(data)
-        if "booster_" not in state:
+        if not isinstance(state, dict) or not state.keys() >= _FITTED:
             raise ContractError("predictor", "is not a fitted predictor")
-        if state["booster_"] is not None:
-            import lightgbm
-
-            state["booster_"] = lightgbm.Booster(model_str=state["booster_"])
+        state["booster_"] = _booster(state["booster_"])
         if "analytic_" in state:
             analytic = AnalyticCost()
             analytic.coefficients_, state["analytic_"] = state["analytic_"], analytic
         vars(predictor).update(state)
         return predictor
+
+
+_FITTED = {"booster_", "low_", "high_", "gain_", "scale_", "margin_"}
+
+
+def _booster(model: object) -> Any:
+    """The trees of a saved predictor; None where it has none."""
+    if model is None:
+        return None
+    import lightgbm
+
+    try:
+        return lightgbm.Booster(model_str=str(model))
+    except lightgbm.basic.LightGBMError as error:
+        raise ContractError("predictor", f"has trees that cannot be read: {error}") from None
 
 
 def _without_devices(ratio: Floats, devices: Ints, matrix: Floats) -> Floats:
@@ -275,6 +321,8 @@ class LearnedCorrection(Persistent):
     _saved = ("misfit", "_rows", "_ratio", "_steps", "_trained", "_spreads")
 
     def __init__(self, settings: DetectorSettings, predictor: Predictor | None = None) -> None:
+        if predictor is not None:
+            check_fitted(predictor, "booster_")
         self._settings = settings
         self.predictor = predictor
         self.misfit = False

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from detector import Detector, DetectorSettings
 from detector.expectation.predictor import FEATURES, AnalyticCost, Predictor
-from resihp.contracts import ContractError
+from detector.persistence import pack, unpack
+from resihp.contracts import ContractError, Job, Layout
 
 ESTIMATORS = [AnalyticCost, Predictor]
 
@@ -88,6 +90,26 @@ class TestEveryEstimator:
         broken[0, 0] = np.nan
         with pytest.raises(ContractError, match="finite"):
             fitted(kind).predict(broken)
+        for value in (-1, 2):
+            broken = matrix.copy()
+            broken[0, FEATURES.index("backward")] = value
+            with pytest.raises(ContractError, match="backward"):
+                kind().fit(broken, times)
+        for value in (np.inf, np.nan, 0.0):
+            with pytest.raises(ContractError, match="times"):
+                kind().fit(matrix, [value, *times[1:]])
+
+    def test_lists_are_as_good_as_arrays(self, kind: type) -> None:
+        matrix, times, _ = records(100, 4096.0)
+        from_lists = kind().fit(matrix.tolist(), times.tolist()).predict(matrix.tolist())
+        assert np.array_equal(from_lists, kind().fit(matrix, times).predict(matrix))
+
+    def test_of_no_records_nothing_is_predicted(self, kind: type) -> None:
+        assert fitted(kind).predict(np.empty((0, len(FEATURES)))).shape == (0,)
+
+    def test_nothing_is_predicted_before_the_fit(self, kind: type) -> None:
+        with pytest.raises(ContractError, match="not fitted"):
+            kind().predict(records(10, 4096.0)[0])
 
 
 def test_the_correction_helps_inside_and_is_neutral_far_outside() -> None:
@@ -104,6 +126,61 @@ def test_the_correction_helps_inside_and_is_neutral_far_outside() -> None:
     far[:, FEATURES.index("sum_sq_len")] *= 1000.0
     assert np.allclose(predictor.correction(far), 0.0, atol=1e-6)
     assert (predictor.error(far) > 2.0 * predictor.error(matrix)).all()
+
+
+def test_uncertainty_of_no_records_is_empty() -> None:
+    predictor, none = fitted(Predictor), np.empty((0, len(FEATURES)))
+    assert isinstance(predictor, Predictor)
+    assert predictor.booster_ is not None
+    for found in (predictor.beyond(none), predictor.error(none), *predictor.interval(none)):
+        assert found.shape == (0,)
+
+
+def test_a_correction_is_learned_from_finite_ratios_only() -> None:
+    matrix, times, _ = records(100, 4096.0)
+    for ratio in (np.full(100, np.nan), np.zeros(5)):
+        with pytest.raises(ContractError, match="ratio"):
+            Predictor().fit_correction(matrix, ratio)
+    with pytest.raises(ContractError, match="ratio"):
+        Predictor().fit_correction(np.empty((0, len(FEATURES))), np.zeros(0))
+    predictor = Predictor().fit_correction(matrix, np.log(times).tolist())
+    with pytest.raises(ContractError, match="correction of analytic times only"):
+        predictor.interval(matrix)
+
+
+def test_a_predictor_that_is_not_fitted_serves_no_detector() -> None:
+    job = Job(name="job", layout=Layout.grid(dp=2, pp=1, tp=1, layers=1), microbatches=2)
+    with pytest.raises(ContractError, match="not fitted"):
+        Detector(job, predictor=Predictor())
+    with pytest.raises(ContractError, match="not fitted"):
+        Predictor().to_bytes()
+
+
+@pytest.mark.parametrize("trees", ["no trees", 3])
+def test_bytes_without_readable_trees_are_no_predictor(trees: object) -> None:
+    state = unpack(fitted(Predictor).to_bytes())
+    for broken in ({**state, "booster_": trees}, {"booster_": None}, [1]):
+        with pytest.raises(ContractError, match="predictor"):
+            Predictor.from_bytes(pack(broken))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_slowdown", np.nan),
+        ("min_slowdown", np.inf),
+        ("min_slowdown", 1.0),
+        ("min_slowdown", "1.1"),
+        ("probation_probe_s", np.nan),
+        ("probation_probe_s", -1.0),
+        ("confirm_steps", 1.5),
+        ("recover_steps", 0),
+        ("probes_per_minute", np.nan),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ContractError, match=name):
+        DetectorSettings(**{name: value})
 
 
 def test_what_a_slow_device_is_slower_by_is_not_learned() -> None:
