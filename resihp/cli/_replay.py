@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,15 +59,19 @@ def replay_command(
     with readable("replay"):
         recorded = read_trace(trace)
         if url is None:
-            final = _local(recorded, console, rate)
+            found = _local(recorded, console, rate)
         else:
-            final = _remote(recorded, console, rate, url, token)
+            found = summary(_remote(recorded, console, rate, url, token))
     steps = plural(len(recorded.steps), "step")
-    console.print(f"\n{steps} replayed: {summary(final)}", highlight=False)
+    console.print(f"\n{steps} replayed: {found}", highlight=False)
 
 
-def summary(verdicts: Iterable[Verdict]) -> str:
-    """The ranks of each status except healthy, the most serious first, with their slowdowns."""
+def summary(verdicts: Iterable[Verdict], ended: Mapping[int, int] = MappingProxyType({})) -> str:
+    """The ranks of each status except healthy, the most serious first, with their slowdowns.
+
+    `ended` has the last step of ranks whose records end early: of those the detector knows nothing
+    bad, but they are not called healthy.
+    """
     from resihp.contracts import Status
 
     ordered = sorted(verdicts, key=lambda verdict: verdict.rank)
@@ -77,23 +82,28 @@ def summary(verdicts: Iterable[Verdict]) -> str:
             slowdowns = listed(ratio(verdict.slowdown) for verdict in found)
             factors = f" ({slowdowns})" if status is Status.FAIL_SLOW else ""
             parts.append(f"{rank_list(v.rank for v in found)} {verb} {status.value}{factors}")
+    healthy = {verdict.rank for verdict in ordered if verdict.status is Status.HEALTHY}
+    gone = {rank: step for rank, step in ended.items() if rank in healthy}
+    for step in sorted(set(gone.values())):
+        ranks = [rank for rank in sorted(gone) if gone[rank] == step]
+        verb = "has" if len(ranks) == 1 else "have"
+        parts.append(f"{rank_list(ranks)} {verb} no records after step {step}")
     if not parts:
         return "all ranks are healthy"
-    if healthy := sum(verdict.status is Status.HEALTHY for verdict in ordered):
-        parts.append(f"{plural(healthy, 'rank')} healthy")
+    if rest := len(healthy) - len(gone):
+        parts.append(f"{plural(rest, 'rank')} healthy")
     return "; ".join(parts)
 
 
-def _local(trace: Trace, console: Console, rate: float) -> list[Verdict]:
-    from detector import Detector
+def _local(trace: Trace, console: Console, rate: float) -> str:
+    from resihp.offline._analysis import TraceJudge
 
-    detector = Detector(trace.job)
-    plans = {plan.version: plan for plan in trace.plans}
-    for batch in _paced(trace, console, rate):
-        if batch.plan_version in plans:
-            detector.apply_plan(plans[batch.plan_version])
-        _show(console, detector.update(batch))
-    return detector.verdicts()
+    judge = TraceJudge(trace)
+    for change in judge.changes(_paced(trace, console, rate)):
+        _show(console, [change.verdict])
+    latest = trace.steps[-2:][0]  # the last step may have been cut off
+    ended = {rank: step for rank, step in judge.last_step.items() if step < latest}
+    return summary(judge.verdicts.values(), ended)
 
 
 def _remote(
@@ -138,12 +148,13 @@ def _remote(
 
 def _paced(trace: Trace, console: Console, rate: float) -> Iterator[TelemetryBatch]:
     """The batches at `rate` steps per second at most, with a progress bar."""
+    from rich.markup import escape
     from rich.progress import track
 
     start = time.monotonic()
     batches = track(
         trace.batches(),
-        description=trace.job.name,
+        description=escape(trace.job.name),
         total=len(trace.steps),
         console=console,
         transient=True,

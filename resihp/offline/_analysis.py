@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -18,6 +18,7 @@ from resihp.contracts import (
     Diagnosis,
     Layout,
     Status,
+    TelemetryBatch,
     TraceError,
     Verdict,
     to_json,
@@ -42,7 +43,7 @@ class Analysis:
     changes    every change of a verdict, in order
     diagnosis  why the job is slow
     costs      what each cause costs, per step: seconds with `whatif`, else milliseconds
-    slow       the devices that were named, also those that became healthy again
+    slow       the devices of the last layout that were named, also if they became healthy again
     whatif     the published what-if quantities; None where the format lacks start times
     """
 
@@ -119,32 +120,51 @@ def analyze(trace: Trace) -> Analysis:
         costs = _costs(trace, layouts, slow) if whatif is None else _replayed(whatif, slow[0])
     except ContractError as error:
         raise TraceError(f"{trace.path}: {error}") from None
+    last = {rank: version for version in sorted(layouts) for rank in layouts[version].ranks}
     diagnosis = conclude(
         costs,
         None if whatif is None else max(whatif.slowdown, 1.0),
-        slow=slow[max(slow)],
+        slow=[one for v in sorted(slow, reverse=True) for one in slow[v] if last[one.rank] == v],
     )
     if whatif is not None and (words := unexplained(whatif, costs)):
         diagnosis = replace(diagnosis, detail=(words, *diagnosis.detail[1:]))
     return Analysis(trace, verdicts, changes, diagnosis, costs, slow[max(slow)], whatif)
 
 
+class TraceJudge:
+    """Feeds a trace to the detector: plans take effect, and the last steps are judged at the end.
+
+    verdicts   the last verdict on every rank of any layout, by rank; complete after `changes`
+    last_step  the last step in which each rank has records
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace, self._detector = trace, Detector(trace.job)
+        self.verdicts: dict[int, Verdict] = {}
+        self.last_step: dict[int, int] = {}
+
+    def changes(self, batches: Iterable[TelemetryBatch]) -> Iterator[Change]:
+        """The changes of verdicts over all batches of the trace."""
+        detector, plans = self._detector, {plan.version: plan for plan in self._trace.plans}
+        for batch in batches:
+            step = int(batch.step[0])
+            if batch.plan_version != detector.plan_version and batch.plan_version in plans:
+                self._keep()
+                detector.apply_plan(plans[batch.plan_version])
+            yield from (Change(step, verdict) for verdict in detector.update(batch))
+            self.last_step.update(dict.fromkeys(np.unique(batch.rank).tolist(), step))
+        yield from (Change(self._trace.steps[-1], verdict) for verdict in detector.finish())
+        self._keep()
+
+    def _keep(self) -> None:
+        self.verdicts.update({verdict.rank: verdict for verdict in self._detector.verdicts()})
+
+
 def _judge(trace: Trace) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
-    detector = Detector(trace.job)
-    plans = {plan.version: plan for plan in trace.plans}
-    changes = []
-    latest: dict[int, Verdict] = {}
-    for batch in trace.batches():
-        step = int(batch.step[0])
-        if batch.plan_version != detector.plan_version and batch.plan_version in plans:
-            latest.update({verdict.rank: verdict for verdict in detector.verdicts()})
-            detector.apply_plan(plans[batch.plan_version])
-        for verdict in detector.update(batch):
-            changes.append(Change(step, verdict))
-            latest[verdict.rank] = verdict
-    latest.update({verdict.rank: verdict for verdict in detector.verdicts()})
-    known = [latest[rank] for rank in trace.ranks if rank in latest]
-    return tuple(known), tuple(changes)
+    judge = TraceJudge(trace)
+    changes = tuple(judge.changes(trace.batches()))
+    known = tuple(judge.verdicts[rank] for rank in trace.ranks if rank in judge.verdicts)
+    return known, changes
 
 
 def _named(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from resihp.contracts import Cause, Status
@@ -28,7 +29,7 @@ def print_summary(analysis: Analysis, console: Console | None = None) -> None:
     """Print the findings of an analysis."""
     console = console or Console()
     diagnosis = analysis.diagnosis
-    console.print(f"[bold]{analysis.trace.job.name}[/bold]  {' · '.join(facts(analysis))}")
+    console.print(f"[bold]{escape(analysis.trace.job.name)}[/bold]  {' · '.join(facts(analysis))}")
     first, *others = diagnosis.detail
     console.print(f"\n{first}", style="bold", highlight=False)
     for sentence in others:

@@ -1,6 +1,7 @@
 """`resihp analyze`: its JSON, its reports, its exit status."""
 
 import gzip
+import io
 import json
 import re
 import subprocess
@@ -9,9 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from resihp.cli import _analyze, _serve  # noqa: F401 - they register commands
+from resihp.cli import _analyze, _replay, _serve  # noqa: F401 - they register commands
 from resihp.cli._app import app
 from resihp.contracts import Cause, Job, Layout, Plan, Replica, Stage, Status
 from resihp.offline import analyze, read_trace, write_trace
@@ -233,6 +235,67 @@ def test_places_are_those_of_the_last_layout_that_held_a_rank(tmp_path):
     headline_place = re.search(r"[Rr]ank 2 \(replica (\d), stage (\d)", printed)
     assert headline_place is not None
     assert headline_place.groups() == ("1", "1")
+
+
+def shrunk(tmp_path, *, faults, name="shrunk"):
+    """A recording of which the last replica, ranks 3 and 7, leaves after 10 of 20 steps."""
+    first = Job(name=name, layout=Layout.grid(dp=4, pp=2, tp=1, layers=8), microbatches=16)
+    plan = Plan(version=1, layout=Layout(first.layout.replicas[:3]), quotas=(6, 5, 5), from_step=10)
+    last = replace(first, layout=plan.layout, quotas=plan.quotas)
+    parts = ((first, {}), (last, {"first_step": 10, "plan_version": 1}))
+    batches = [
+        batch
+        for job, at in parts
+        for batch in steps_of(job, [500], steps=10, seed=1, faults=faults, **at)
+    ]
+    write_trace(tmp_path / "shrunk.parquet", first, batches, [plan])
+    return tmp_path / "shrunk.parquet"
+
+
+def test_a_slow_device_that_left_the_layout_is_in_the_diagnosis(tmp_path):
+    slow = Fault(rank=7, factor=1.6, from_step=4)
+    analysis = analyze(read_trace(shrunk(tmp_path, faults=[slow])))
+    (named,) = (v.rank for v in analysis.verdicts if v.status is Status.FAIL_SLOW)
+    assert named == 7
+    said = [words for words in analysis.diagnosis.detail if "Rank 7 (replica 3, stage 1)" in words]
+    assert said == [words for words in analysis.diagnosis.detail if "check the device" in words]
+    assert said
+
+
+def test_the_last_steps_are_judged_though_records_of_them_are_missing(tmp_path):
+    path = ragged(tmp_path)
+    assert [
+        v.rank for v in analyze(read_trace(path)).verdicts if v.status is not Status.HEALTHY
+    ] == [3]
+    replayed = CliRunner().invoke(app, ["replay", str(path)]).stdout
+    assert "step 8: rank 3 fail_slow" in replayed
+
+
+def ragged(tmp_path):
+    """A recording with 3 and 4 microbatches by turns, in which rank 3 is slow in the last steps."""
+    job = Job(name="ragged", layout=Layout.grid(dp=4, pp=2, tp=1, layers=8), microbatches=16)
+    slow = Fault(rank=3, factor=2.0, from_step=6)
+    batches = [
+        batch.select(batch.microbatch < 3 + batch.step % 2)
+        for batch in steps_of(job, [500], steps=9, seed=1, faults=[slow])
+    ]
+    write_trace(tmp_path / "ragged.parquet", job, batches)
+    return tmp_path / "ragged.parquet"
+
+
+def test_a_name_in_brackets_is_printed_as_it_is(tmp_path):
+    path = shrunk(tmp_path, faults=[], name="run[v2] [red]x")
+    assert run(path).stdout.startswith("run[v2] [red]x  3 replicas")
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, color_system=None, width=200)
+    assert len(list(_replay._paced(read_trace(path), console, 0.0))) == 20
+    assert "run[v2] [red]x" in shown.getvalue()
+
+
+def test_a_rank_whose_records_end_early_is_not_called_healthy(tmp_path):
+    replayed = CliRunner().invoke(app, ["replay", str(shrunk(tmp_path, faults=[]))]).stdout
+    ended = "20 steps replayed: ranks 3 and 7 have no records after step 9; 6 ranks healthy"
+    assert replayed.strip().splitlines()[-1] == ended
 
 
 def test_the_version_is_printed():
