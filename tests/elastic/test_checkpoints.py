@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from tests.elastic.checkpoint_helpers import level_at
 from tests.elastic.engine_job import ALONE, MICROBATCHES, SHAPE, Case, Fault, Outcome, plan, run
 from tests.elastic.test_engine_data import Shuffled
 from tests.elastic.test_models import LAYOUTS, MODELS, batch
-from tests.elastic.threads import gathered, on_ranks, train
+from tests.elastic.threads import Run, gathered, on_ranks, train
 
 STEPS, LOST_AT = 8, 4
 PAIR = Layout((Replica((Stage((0,), (0, 2), (4,)), Stage((1,), (2, 4), (4,)))),))
@@ -187,6 +188,13 @@ def test_what_comes_back_is_equal_to_the_last_bit(tmp_path: Path) -> None:
         assert all(map(torch.equal, tensors, expected[key])), key
 
 
+@cache
+def _trained(optimizer: Optimizer) -> Run:
+    """What training in the first layout gives; made once for all places."""
+    plan = Plan(version=0, layout=LAYOUTS["uneven"], quotas=(3, 2))
+    return train(Setup(MODELS["tied"], optimizer, batch), plan, STEPS)
+
+
 @pytest.mark.parametrize("scheme", ["", "file", "memory"])
 @pytest.mark.parametrize(
     "optimizer",
@@ -206,7 +214,7 @@ def test_pieces_of_one_layout_fill_any_other(
         rendezvous = Rendezvous(lambda: store, rank, before.ranks, Timeouts())
         return CheckpointManager(checkpoints, setup, rendezvous)
 
-    trained = train(setup, Plan(version=0, layout=before, quotas=(3, 2)), STEPS)
+    trained = _trained(optimizer)
     for rank, shard in trained.shards.items():
         saving = keeper(rank)
         saving.prepare(Plan(version=0, layout=before, quotas=(3, 2)), 0, shard)

@@ -168,9 +168,9 @@ def test_without_reading_all_of_it_travels_through_sockets(tmp_path: Path) -> No
     read, sent = (sorted((s["at"], s["rank"], s["received"]) for s in o.switches) for o in outcomes)
     assert read == sent
     assert outcomes[0].losses == outcomes[1].losses
+    others = outcomes[1].full_state()
     for key, tensors in outcomes[0].full_state().items():
-        others = outcomes[1].full_state()[key]
-        assert all(a.equal(b) for a, b in zip(tensors, others, strict=True)), key
+        assert all(a.equal(b) for a, b in zip(tensors, others[key], strict=True)), key
 
 
 def test_more_ranks_come_out_of_a_switch_than_go_in(alone: Outcome, tmp_path: Path) -> None:
