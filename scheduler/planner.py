@@ -65,8 +65,9 @@ def make_plan(
     links         verdicts on links and groups, as `Detector.links` returns them: ranks are placed
                   so that those that are fail-slow carry least
     time_limit_s  return the best plan found by then, measured by `clock`; without a limit, equal
-                  input gives an equal plan. The first arrangement and its bound are made whole in
-                  any case, which takes time in proportion to ranks and microbatches
+                  input gives an equal plan. The first arrangement, its bound and the step of the
+                  present layout are found in any case, in time that grows with ranks and
+                  microbatches
 
     The plan uses the first of the schedules that the job permits, unless another one that fits
     into memory is clearly faster. Interleaved stages are kept unless 1F1B is clearly faster or
