@@ -227,6 +227,9 @@ class LostStore:
     def add(self, key: str, amount: int) -> int:
         raise dist.DistNetworkError("gone")
 
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("gone")
+
 
 def test_a_store_that_is_gone_is_not_asked_again() -> None:
     claims = claims_on(LostStore(), patience_s=60.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
 
@@ -11,8 +12,16 @@ import pytest
 import torch.distributed as dist
 
 from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.heartbeats import prepare
+from resihp.elastic.rendezvous.liveness import HOST_LOOKS, LivenessSummary
 from resihp.elastic.rendezvous.membership import Rendezvous
-from resihp.elastic.rendezvous.store import Timeouts, announce_death
+from resihp.elastic.rendezvous.store import (
+    StorePool,
+    Timeouts,
+    announce_death,
+    connect,
+    host_store,
+)
 
 TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=1), poll=timedelta(seconds=0.05))
 UNTIL_S = 60.0
@@ -21,29 +30,44 @@ UNTIL_S = 60.0
 class Server:
     """A store in memory.
 
-    answers  no request is answered before it is set
+    answers      no request is answered before it is set
+    late         requests that were made before: they fail
+    connections  of each rank
     """
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.answers = threading.Event()
         self.answers.set()
+        self.late: list[str] = []
+        self.connections: dict[int, list[Connection]] = {0: [], 1: []}
 
-    def connect(self) -> dist.Store:
-        return cast(dist.Store, Connection(self))
+    def connect(self, rank: int) -> dist.Store:
+        self.connections[rank].append(Connection(self))
+        return cast(dist.Store, self.connections[rank][-1])
+
+    def reset(self, rank: int) -> None:
+        """Break the connections of a rank; it may open new ones."""
+        for connection in self.connections[rank]:
+            connection.is_broken = True
 
 
 class Connection:
-    """A connection to a `Server`."""
+    """A connection to a `Server`; as those of torch, it tells late that a time-out has passed."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
+        self._server, self.is_broken = server, False
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._server.store, name)
 
         def request(*arguments: Any) -> Any:
-            assert self._server.answers.wait(UNTIL_S)
+            if self.is_broken:
+                raise dist.DistNetworkError("failed to recv, got 0 bytes")
+            if not self._server.answers.is_set():
+                self._server.late.append(name)
+                assert self._server.answers.wait(UNTIL_S)
+                raise dist.DistStoreError("wait timeout after 3000ms")
             return method(*arguments)
 
         return request
@@ -62,7 +86,7 @@ def start(server: Server) -> Iterator[Callable[..., Rendezvous]]:
     started: list[Rendezvous] = []
 
     def start(rank: int = 0) -> Rendezvous:
-        rendezvous = Rendezvous(server.connect, rank, (0, 1), TIMEOUTS)
+        rendezvous = Rendezvous(lambda: server.connect(rank), rank, (0, 1), TIMEOUTS)
         rendezvous.start()
         started.append(rendezvous)
         return rendezvous
@@ -113,3 +137,73 @@ def test_a_loss_is_known_once_the_store_answers_again(
     server.answers.set()
     wait_until(lambda: rendezvous.broken((1,), 1.5))
     assert server.store.check([keys.broken(0)])
+
+
+def liveness(server: Server) -> LivenessSummary:
+    """What the watcher of the job has written last."""
+    return LivenessSummary.decode(server.store.get(keys.JOB_LIVENESS))
+
+
+def wait_for_looks(server: Server) -> None:
+    """Wait for longer than ranks that do not beat are waited for."""
+    seen = liveness(server).count
+    wait_until(lambda: liveness(server).count > seen + HOST_LOOKS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_connections_break_is_not_lost(
+    rank: int, server: Server, start: Callable[..., Rendezvous]
+) -> None:
+    """Of both ranks the first one watches their host and the job."""
+    ranks = start(0), start(1)
+    wait_until(lambda: liveness(server).present.keys() == {0, 1})
+    server.reset(rank)
+    wait_for_looks(server)
+    assert not liveness(server).silent
+    assert not ranks[rank].stores.is_cut_off
+    server.reset(rank)
+    ranks[rank].request_recovery("its own reason")
+    wait_until(lambda: ranks[0].is_broken and ranks[1].is_broken)
+    assert server.store.get(keys.broken(0)) == b"its own reason"
+
+
+def test_a_store_that_was_late_is_asked_on(
+    server: Server, start: Callable[..., Rendezvous]
+) -> None:
+    ranks = start(0), start(1)
+    wait_until(lambda: liveness(server).writer)
+    opened = sum(map(len, server.connections.values()))
+    server.answers.clear()
+    wait_until(lambda: len(server.late) == 2)
+    server.answers.set()
+    wait_for_looks(server)
+    assert not liveness(server).silent
+    assert not any(one.stores.is_cut_off for one in ranks)
+    assert sum(map(len, server.connections.values())) == opened
+
+
+def test_an_unused_connection_that_has_broken_is_not_lent(server: Server) -> None:
+    stores = StorePool(lambda: server.connect(0))
+    prepare(stores.store)
+    stores.give_back(stores.borrow())
+    server.reset(0)
+    assert stores.borrow().add("key", 1) == 1
+
+
+def test_a_store_that_refuses_connections_is_gone_at_once() -> None:
+    """Nobody waits for it until the time-out, which is far beyond that of this test."""
+    server = host_store("127.0.0.1", 0, timedelta(seconds=30))
+    port, opened = server.port, list[dist.Store]()
+    timeouts = replace(TIMEOUTS, connect=timedelta(hours=1), exchange=timedelta(hours=1))
+
+    def open_store() -> dist.Store:
+        opened.append(connect("127.0.0.1", port, "job", timeouts))
+        return opened[-1]
+
+    stores = StorePool(open_store)
+    prepare(stores.store)
+    del server
+    assert not stores.is_there()
+    assert stores.is_cut_off
+    assert len(opened) == 1
+    assert stores.ask(lambda: stores.store.add("key", 1), 7) == 7

@@ -97,6 +97,7 @@ class MemberLossWatch:
         """Return True if the present recovery has ended without this rank."""
         rendezvous = self._rendezvous
         recovery = rendezvous.recovery
-        if not rendezvous.stores.store.check([keys.decision(recovery)]):
+        stores, key = rendezvous.stores, keys.decision(recovery)
+        if not stores.ask(lambda: stores.store.check([key]), False):
             return False
         return rendezvous.rank not in past_decision(rendezvous, recovery).survivors

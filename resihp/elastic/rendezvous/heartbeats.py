@@ -113,8 +113,12 @@ class Heartbeats:
         if not self._is_listed:
             store.append(keys.HOSTS, f"{self._table.host},")  # type: ignore[attr-defined]
             self._is_listed = True
-        if self._job_watcher.is_active or self._has_taken_over(store):
-            self._watch_job(store)
+        try:
+            if self._job_watcher.is_active or self._has_taken_over(store):
+                self._watch_job(store)
+        except dist.DistError:  # what it has written is not known: it is to be succeeded
+            self._job_watcher = JobWatcher(self._table.host)
+            raise
 
     def _has_taken_over(self, store: dist.Store) -> bool:
         """Take the place of the job's watcher if that is lost; False while it is there."""

@@ -82,9 +82,9 @@ class Rendezvous:
         now on, and no longer `Timeouts.connect`.
         """
         if self.rank in self.alive:
-            store = self.stores.store
-            self.stores.ask(lambda: store.compare_set(keys.model(part), "", model), b"")
-            self.stores.ask(lambda: self._heartbeats.enter(store), None)
+            stores = self.stores
+            stores.ask(lambda: stores.store.compare_set(keys.model(part), "", model), b"")
+            stores.ask(lambda: self._heartbeats.enter(stores.store), None)
         self._watcher.start()
 
     def close(self) -> None:
@@ -301,9 +301,16 @@ class Rendezvous:
 
     def _watch(self) -> None:
         try:
-            self._watch_store(self.stores.open())
-        except dist.DistError as error:
+            store: dist.Store | None = self.stores.open()
+        except (dist.DistError, JobStoppedError) as error:
             self.stores.cut_off(error)
+            return
+        while store is not None and not self._closed.is_set():
+            try:
+                self._watch_store(store)
+            except dist.DistError as error:
+                store = self.stores.reopen(store, error)
+                self.stores.is_there()  # the other connection has broken at the same time
 
     def _beat(self, store: dist.Store) -> float:
         """Beat as a member, and take part in the watch of the others.
@@ -316,7 +323,11 @@ class Rendezvous:
             return poll_s
         if self._is_entering:
             self._is_entering = False
-            beats.enter(store)
+            try:
+                beats.enter(store)
+            except dist.DistError:
+                self._is_entering = True
+                raise
         beats.beat()
         if beats.due_s() <= 0.0:
             beats.watch(store)

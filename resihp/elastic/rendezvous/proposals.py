@@ -48,9 +48,13 @@ class ProposalBoard:
 
     def read(self, generation: int, *, recoveries_ago: int = 0) -> Proposal | None:
         """The proposal of `generation`, or None. Raises `JobStoppedError` if the job stops."""
-        store, recovery = self._stores.store, self._rendezvous.recovery - recoveries_ago
-        key = keys.proposal(recovery, generation)
-        written = self._stores.ask(lambda: store.get(key) if store.check([key]) else None, None)
+        key = keys.proposal(self._rendezvous.recovery - recoveries_ago, generation)
+
+        def read() -> bytes | None:
+            store = self._stores.store
+            return store.get(key) if store.check([key]) else None
+
+        written = self._stores.ask(read, None)
         if written is None:
             return None
         document = json.loads(written)
@@ -68,12 +72,11 @@ class ProposalBoard:
 
     def start_reshard(self, generation: int) -> None:
         """Announce to idle ranks that the change to `generation` starts, if the store answers."""
-        store = self._stores.store
         key = keys.reshard_started(self._rendezvous.recovery, generation)
 
         def announce() -> None:
-            store.set(key, "1")
-            store.add(keys.SIGNAL, 1)
+            self._stores.store.set(key, "1")
+            self._stores.store.add(keys.SIGNAL, 1)
 
         self._stores.ask(announce, None)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -18,6 +19,7 @@ from . import keys
 from .liveness import ProcessHistory
 
 _log = logging.getLogger("resihp.elastic")
+_PROBE_S = 0.2
 Answer = TypeVar("Answer")
 
 
@@ -100,8 +102,11 @@ def address_towards(host: str, port: int) -> str:
 class StorePool:
     """Pool of connections to the store; opening one is slow where names are looked up.
 
-    store       for requests that are answered at once, from any thread
-    is_cut_off  True once the store has not answered; it is not asked again
+    A connection may break, or a request fail after a pause of the store, while the store is there:
+    it is then asked on a new connection.
+
+    store       for requests that are answered at once, from any thread; not to be kept
+    is_cut_off  True once the store is gone; it is not asked again
     open        opens a further connection
     """
 
@@ -110,27 +115,71 @@ class StorePool:
         self.store = open_store()
         self.is_cut_off = False
         self._spare: list[dist.Store] = []
+        self._renewing = threading.Lock()
 
     def borrow(self) -> dist.Store:
         """Take a free connection, or open one, for requests that may block."""
         try:
-            return self._spare.pop()
+            spare = self._spare.pop()
         except IndexError:
             return self.open()
+        try:
+            spare.check([keys.SIGNAL])
+        except dist.DistError as error:  # it broke while nobody used it
+            return self.reopen(spare, error) or spare
+        return spare
 
     def give_back(self, store: dist.Store) -> None:
         """Return a connection taken with `borrow` on which no request is pending."""
         self._spare.append(store)
 
     def ask(self, request: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """The store's answer to `request`; `otherwise` if the store is gone."""
+        """The store's answer to `request`; `otherwise` if the store is gone.
+
+        A request to `store` that fails is made once more, on a new connection.
+        """
         if self.is_cut_off:
             return otherwise
+        used = self.store
+        try:
+            return request()
+        except dist.DistError as error:
+            if not self._renew(used, error):
+                return otherwise
         try:
             return request()
         except dist.DistError as error:
             self.cut_off(error)
             return otherwise
+
+    def is_there(self) -> bool:
+        """Return whether the store answers, on a new connection if `store` has broken."""
+        return self.ask(lambda: self.store.check([keys.SIGNAL]) or True, False)
+
+    def reopen(self, failed: dist.Store, error: dist.DistError) -> dist.Store | None:
+        """Return a connection in place of one that `failed`; None if the store is gone.
+
+        It is gone if it refuses connections, if none can be opened within the time-out, and if what
+        answers does not know the job. A store that was only late keeps its connections.
+        """
+        if self.is_cut_off:
+            return None
+        with suppress(dist.DistError, JobStoppedError):
+            was_late = isinstance(error, dist.DistStoreError)
+            if was_late or not _is_refused(failed):
+                store = failed if was_late else self.open()
+                if store.check([keys.PROCESS_HISTORY]):
+                    _log.warning("the store answers again after an error: %s", error)
+                    return store
+        self.cut_off(error)
+        return None
+
+    def _renew(self, used: dist.Store, error: dist.DistError) -> bool:
+        """Replace `store` unless another thread has done so; False if the store is gone."""
+        with self._renewing:
+            if self.store is used:
+                self.store = self.reopen(used, error) or used
+        return not self.is_cut_off
 
     @contextmanager
     def required(self, purpose: str) -> Iterator[dist.Store]:
@@ -138,6 +187,7 @@ class StorePool:
 
         Raises `JobStoppedError` with the `purpose` if the store is gone.
         """
+        self.is_there()
         try:
             yield self.store
         except dist.DistError as error:
@@ -149,3 +199,21 @@ class StorePool:
         if not self.is_cut_off:
             self.is_cut_off = True
             _log.error("the store is gone; training goes on, its layout cannot change: %s", error)
+
+
+def _is_refused(store: dist.Store) -> bool:
+    """Return whether nobody listens any more where `store` was connected to.
+
+    torch would try again until its time-out.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return False
+    try:
+        with socket.create_connection((store.host, store.port), timeout=_PROBE_S) as probe:
+            return not probe.recv(1)  # a server that ends resets what it has not accepted yet
+    except ConnectionError:
+        return True
+    except OSError:  # silent, or out of reach for now
+        return False
