@@ -251,20 +251,6 @@ def test_another_rank_takes_over_from_a_sender_that_dies_or_stands_still(sidecar
         assert len(twice) < counts["step"] / 2  # at most what was on its way at that moment
 
 
-def test_a_sender_that_was_stopped_sends_no_sign_of_life_of_a_rank_that_died(sidecar, start):
-    ranks = start(sidecar.url)
-    until_together(sidecar, RANKS)
-    stopped = sender_of(ranks)
-    dead = next(rank for rank in ranks if rank is not stopped)
-    stopped.process.send_signal(signal.SIGSTOP)
-    dead.process.kill()
-    until_together(sidecar, RANKS - 2)  # another one sends
-    sidecar.beating()
-    stopped.process.send_signal(signal.SIGCONT)
-    until_together(sidecar, RANKS - 1)
-    assert dead.rank not in sidecar.beating()
-
-
 def test_what_a_stale_merger_holds_goes_back_to_its_rank(sidecar):
     answers: list[bytes] = []
     merger = HeartbeatMerger(Client(sidecar.url), "j", 0.1, FailureLog(), lambda: True)
