@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,8 +22,13 @@ class Answers:
 
     def __init__(self, *answers: ServiceError | None) -> None:
         self._answers = list(answers)
+        self.asked = 0
+
+    def announce_joiners(self, job: str, *, ranks: Collection[int], step: int) -> None:
+        """Accept them."""
 
     def plan(self, job: str, *, after: int, wait: float) -> Plan | None:
+        self.asked += 1
         if error := self._answers.pop(0):
             raise error
         return None
@@ -70,3 +77,19 @@ def test_a_job_that_keeps_its_layout_has_no_plan_after_a_loss() -> None:
         GRID.ranks[0]
         not in LocalPlans(JOB).after_loss(current, GRID.ranks[1:], step=3).layout.ranks
     )
+
+
+def test_a_long_poll_that_is_answered_at_once_is_not_repeated_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a proxy may answer it that knows no long polls."""
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr("resihp.elastic.planning.sources.time", clock)
+    client = Answers(*[None] * 100)
+    source = ServicePlans(client, JOB, patience=timedelta(seconds=2))  # type: ignore[arg-type]
+    assert source.wait(0, 20.0) is None
+    assert slept == [0.5]
+    current = Plan(version=0, layout=GRID, quotas=JOB.quotas)
+    assert source.joined(current, (9,), 0) is None
+    assert client.asked < 20, "but until the patience is over"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("resihp.elastic")
 
 _UNKNOWN_JOB = 404
+_PAUSE_S = 0.5
 _REGISTRATION_S = 30.0
 """Time in which the job may still be registered, which its first records do."""
 
@@ -141,7 +142,7 @@ class ServicePlans:
             if current is not self._reported and current is not None:
                 self._client.tell_plan(self._job.name, current, lost=self._lost)
                 self._reported = current
-            plan = self._client.plan(self._job.name, after=after, wait=seconds)
+            plan = self._poll(after, seconds)
         except ServiceError as error:
             if not self._is_silent and not self._may_register_yet(error):
                 _log.warning("no plans from the sidecar for now: %s", error)
@@ -225,12 +226,24 @@ class ServicePlans:
         verdicts = self._client.verdicts(self._job.name)
         return {one.rank: one.slowdown for one in verdicts if one.status is Status.FAIL_SLOW}
 
+    def _poll(self, after: int, seconds: float) -> Plan | None:
+        """Return the sidecar's next plan, or None after `seconds`, or before where a proxy answers.
+
+        What answers much too early is not asked again at once.
+        """
+        start = time.monotonic()
+        plan = self._client.plan(self._job.name, after=after, wait=seconds)
+        waited_s = time.monotonic() - start
+        if plan is None and waited_s < seconds / 2:
+            time.sleep(min(seconds - waited_s, _PAUSE_S))
+        return plan
+
     def _await_plan(self, current: Plan, available: Collection[int]) -> Plan | None:
         """The sidecar's next plan that uses `available` ranks only; None after the patience."""
         deadline = time.monotonic() + self._patience.total_seconds()
         after = current.version
         while (left := deadline - time.monotonic()) > 0:
-            plan = self._client.plan(self._job.name, after=after, wait=left)
+            plan = self._poll(after, left)
             if plan is not None and set(plan.layout.ranks) <= set(available):
                 return plan
             after = plan.version if plan is not None else after
