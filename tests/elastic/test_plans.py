@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from resihp.contracts import ContractError, Layout, Plan, Schedule
 from resihp.elastic.models import Llama
+from resihp.elastic.planning.publisher import PlanPublisher
+from resihp.elastic.planning.sources import PlanSource
 from resihp.elastic.process_groups.abortable import AbortableProcessGroup
+from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.proposals import ProposalBoard
+from resihp.elastic.state.phases import Phase
+from resihp.elastic.state.runtime_state import RuntimeState
 from resihp.elastic.step import Setup
 from resihp.elastic.step.schedule import check_plan
 from resihp.layout import Range
@@ -20,6 +32,7 @@ from tests.elastic.engine_job import (
     MICROBATCHES,
     OPTIMIZER,
     SHAPE,
+    TIMEOUTS,
     Case,
     batch,
     plan,
@@ -143,3 +156,37 @@ def test_a_job_takes_the_first_plan_that_it_can_run_and_takes_it_once(tmp_path: 
     assert [event["version"] for event in outcome.switches] == [4, 4], outcome.logs
     assert sorted(outcome.losses) == list(range(STEPS)), outcome.logs
     assert all(torch.isfinite(t).all() for kept in outcome.full_state().values() for t in kept)
+
+
+class Failing:
+    """A source of plans whose first answer is an error of its own; then the given plan."""
+
+    def __init__(self, offered: Plan) -> None:
+        self.offered, self.asked = offered, 0
+
+    def wait(self, after: int, seconds: float) -> Plan | None:
+        self.asked += 1
+        if self.asked == 1:
+            raise ValueError("scripted: an answer that cannot be read")
+        return self.offered
+
+
+def test_an_error_of_the_source_ends_no_announcement(caplog: pytest.LogCaptureFixture) -> None:
+    """It is told, and the next plan is proposed; so is the leave of a rank."""
+    store = dist.HashStore()
+    rendezvous = Rendezvous(lambda: store, 0, (0, 1), TIMEOUTS)
+    offered = plan(1, FIRST)
+    state = SimpleNamespace(phase=Phase.IDLE, generation=0, plan=plan(0, FIRST), completed=0)
+    publisher = PlanPublisher(
+        cast(PlanSource, Failing(offered)), rendezvous, cast(RuntimeState, state), lambda _: None
+    )
+    with caplog.at_level(logging.ERROR, logger="resihp.elastic"):
+        publisher.start()
+        store.wait([keys.proposal(0, 1)], timedelta(seconds=60))
+        publisher.leave()
+        store.wait([keys.LEAVING], timedelta(seconds=60))
+        publisher.close()
+    proposed = ProposalBoard(rendezvous).read(1)
+    assert proposed is not None
+    assert proposed.plan == offered
+    assert "scripted: an answer that cannot be read" in caplog.text

@@ -46,11 +46,13 @@ class PlanPublisher:
         self._plans, self._rendezvous = plans, rendezvous
         self._state, self._refusal = state, refusal
         self._proposals = ProposalBoard(rendezvous)
-        self._joiners = Joiners(rendezvous.stores.store)
         self._failed_once: int | None = None  # version whose proposal was given up once
         self._refused = -1
         self._planned_for: set[tuple[int, int, int]] = set()
         self._leaves: list[bool] = []  # announcements to be made
+        self._published: tuple[int, int] | None = None  # generation whose successor is proposed
+        self._proposal: Proposal | None = None
+        self._has_failed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resihp-plans", daemon=True)
 
@@ -78,33 +80,44 @@ class PlanPublisher:
     # The loop.
 
     def _run(self) -> None:
-        try:
-            self._publish_plans()
-        except dist.DistError as error:
-            _log.info("no new plans without the store: %s", error)
+        while not self._closed.is_set():
+            try:
+                self._publish_plans()
+            except dist.DistError as error:
+                if not self._rendezvous.stores.is_there():
+                    _log.info("no new plans without the store: %s", error)
+                    return
+            except Exception:  # noqa: BLE001 without this thread no rank can leave
+                level = logging.DEBUG if self._has_failed else logging.ERROR
+                _log.log(level, "no plan for now, after an error:", exc_info=True)
+                self._has_failed = True
+                self._closed.wait(_PATIENCE_S)
 
     def _publish_plans(self) -> None:
-        published: tuple[int, int] | None = None
-        proposal: Proposal | None = None
         while not self._closed.is_set():
             while self._leaves:
-                self._joiners.leave(self._rendezvous.rank, hands_over=self._leaves.pop(0))
+                self._joiners.leave(self._rendezvous.rank, hands_over=self._leaves[0])
+                self._leaves.pop(0)
             generation = self._settled_generation()
             is_first = self._rendezvous.alive[:1] == (self._rendezvous.rank,)
-            if not is_first or generation in (None, published):
+            if not is_first or generation in (None, self._published):
                 self._closed.wait(_POLL_S)
                 continue
-            if proposal is not None and published is not None:
-                self._check_failed(proposal, published[0])
+            if self._proposal is not None and self._published is not None:
+                self._check_failed(self._proposal, self._published[0])
+            self._proposal = None
             proposal = self._next_proposal()
             is_current = generation == self._settled_generation()
             if not is_current:
                 self._planned_for.clear()  # the layout changed meanwhile: ask for joiners again
             if proposal is None or not is_current or self._closed.is_set():
-                proposal = None
                 continue
             self._publish(proposal)
-            published = generation
+            self._proposal, self._published = proposal, generation
+
+    @property
+    def _joiners(self) -> Joiners:
+        return Joiners(self._rendezvous.stores.store)
 
     def _settled_generation(self) -> tuple[int, int] | None:
         """Current generation, None while the layout is changing: a plan made before is dropped."""
