@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from resihp.contracts import Layout, Replica
+from resihp.elastic.rendezvous.joiners import Joiners
 from resihp.elastic.state.phases import Phase
 from tests.elastic.engine_job import ALONE, GRID, Case, Fault, Outcome, plan, run
 
@@ -107,3 +110,13 @@ def test_a_loss_without_the_store_is_a_clear_stop(tmp_path: Path) -> None:
     outcome = run(case, tmp_path, timeout_s=300)
     assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
     assert "survivors cannot agree: the store is gone" in outcome.logs
+
+
+def test_a_joiner_that_waits_long_looks_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    clock = SimpleNamespace(sleep=slept.append)
+    monkeypatch.setattr("resihp.elastic.rendezvous.joiners.time", clock)
+    joiners = Joiners(dist.HashStore())
+    assert joiners.await_invitation(1, "a model", lambda: sum(slept) > 600.0) is None
+    assert slept[0] < 0.05
+    assert len(slept) < 11 * 600

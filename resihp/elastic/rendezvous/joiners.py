@@ -23,6 +23,8 @@ from .liveness import ProcessHistory
 from .store import announce_death
 
 _log = logging.getLogger("resihp.elastic")
+_LONGEST_PAUSE_S = 0.1
+"""Time between two looks of a joiner; it is to see the job end before the store is gone."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,15 @@ class Joiners:
 
     def _await_key(self, key: str, is_leaving: Callable[[], bool]) -> bool:
         """Wait until `key` is set; False if the job ends first, or once `is_leaving()`."""
+        pause_s = 0.02
         while not self._store.check([key]):
             if self._store.check([keys.FINISHED]) or self.is_stopped():
                 _log.info("the job has ended before it had a place for this process")
                 return False
             if is_leaving():
                 return False
-            time.sleep(0.02)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return True
 
     # The first rank alive.
