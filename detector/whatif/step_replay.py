@@ -96,7 +96,8 @@ class _Builder:
     def add_replica(self, replica: int, orders: Sequence[Sequence[Pass]]) -> None:
         """Adds all operations of a replica."""
         ends: dict[_Key, int] = {}  # the operation that ends with a pass's result
-        stages, chunks = len(orders), self.cells.chunks
+        stages = len(orders)
+        chunks = 1 + max((item.chunk for order in orders for item in order), default=0)
         for stage, order in enumerate(orders):
             last = self.add(self.cells.of_step(2, stage), replica, [])
             for item in order:

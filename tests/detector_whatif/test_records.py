@@ -71,6 +71,16 @@ def test_a_replica_is_replayed_with_its_own_numbers_in_flight():
     assert at_a_time == pytest.approx(6 * 4 * 30.0)
 
 
+def test_chunks_that_the_schedule_does_not_run_are_no_error():
+    """As in a profile of torch's V-shaped zero bubble, whose job says what it can of it."""
+    layout = Layout.grid(dp=2, pp=2, tp=1, layers=4)
+    job = Job(name="made up", layout=layout, microbatches=8, schedule=Schedule.ZERO_BUBBLE)
+    batch = records(job, steps=2)
+    second = replace(batch, chunk=np.ones(len(batch), dtype=np.int64))
+    both = TelemetryBatch.concat([batch, second])
+    assert costs_of(replace(job, chunks=2), layout, [both]).step > 0.0
+
+
 def test_a_replica_without_microbatches_joins_the_collectives_only():
     layout = Layout.grid(dp=3, pp=2, tp=1, layers=4)
     job = Job(name="made up", layout=layout, microbatches=8, quotas=(4, 4, 0))
