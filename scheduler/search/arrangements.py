@@ -91,10 +91,10 @@ def feasible_chains(
             break
         held = [chain for chain, fit in zip(held, fits, strict=True) if fit]
     if microbatches < len(held):
-        fastest = sorted(held, key=evaluator.speed, reverse=True)[:microbatches]
+        fastest = set(sorted(held, key=evaluator.speed, reverse=True)[:microbatches])
         held = [chain for chain in held if chain in fastest]
-    for chain in trimmed:
-        left += [] if chain in held else list(chain)
+    chosen = set(held)
+    left += [group for chain in trimmed if chain not in chosen for group in chain]
     return held, left
 
 
