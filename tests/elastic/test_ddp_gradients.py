@@ -39,9 +39,10 @@ def test_sums_keep_the_memory_format_of_their_parameter(ordered: bool) -> None:
     for index in range(len(REPLICAS)):
         plain(pixels(index)).square().mean().backward()
     expected = [parameter.grad for parameter in plain.parameters()]
+    models = [convolution() for _ in REPLICAS]  # not by the threads, which share one seed
 
     def run_rank(factory: ProcessGroupFactory) -> list[nn.Parameter]:
-        group, model = factory.group("replicas", REPLICAS), convolution()
+        group, model = factory.group("replicas", REPLICAS), models[factory.rank]
         groups, sums = ReplicaGroups(group, group), gradients_of(model, ordered=ordered)
         sums.begin()
         with sums.adding(SHARES[factory.rank].todo, groups, is_last=True):

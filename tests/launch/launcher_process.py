@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -51,9 +52,10 @@ class LauncherProcess:
         return _Forks.here().until(lambda forks: forks.statuses.get(self._key), limit_s)
 
     def send_signal(self, number: int) -> None:
-        """Signal the launcher alone."""
+        """Signal the launcher alone, which may have ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the launcher, and wait for its end."""

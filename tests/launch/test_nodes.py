@@ -68,6 +68,7 @@ def test_a_notice_at_node_0_ends_the_job_on_all(tmp_path: Path) -> None:
         job.start(1)
         pids = job.runs(0, 2)
         job.stop(0, signal.SIGUSR1)
+        job.until(lambda: "got SIGUSR1" in job.log(0))  # of two at once either may come first
         job.stop(0, signal.SIGTERM)  # the second notice changes nothing
         assert job.status(0) == 128 + signal.SIGUSR1, job.logs()
         assert job.status(1) == 128 + signal.SIGTERM, job.logs()
