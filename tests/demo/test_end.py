@@ -66,8 +66,8 @@ def group_lives(group: int) -> bool:
 
 def test_a_demo_that_is_told_to_end_takes_ranks_and_sidecar_along(tmp_path: Path) -> None:
     command = ["-m", "resihp.cli", "demo", "--out", str(tmp_path)]
-    process = run_until(command, [tmp_path / f"events-{rank}.jsonl" for rank in range(8)],
-                        signal.SIGTERM)  # fmt: skip
+    measured = tmp_path / "calibration-loads.f64"  # by ranks, beside the sidecar
+    process = run_until(command, [measured], signal.SIGTERM)
     assert_group_ends(process, 143)
 
 
