@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -15,15 +16,24 @@ from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, announce_death, connect, host_store
 
 TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=0.4), poll=timedelta(seconds=0.05))
+"""For errors that no loss explains: a loss is awaited in vain."""
+PATIENT = replace(TIMEOUTS, heartbeat=timedelta(seconds=20))
+"""For those that one explains: it is known at once, on a busy machine later."""
 CLOSED = RuntimeError("Connection closed by peer")
 
 
 @pytest.fixture
-def rendezvous() -> Iterator[Rendezvous]:
+def is_explained() -> bool:
+    """Where a test has no such parameter."""
+    return False
+
+
+@pytest.fixture
+def rendezvous(is_explained: bool) -> Iterator[Rendezvous]:
     """Of the first of two replicas of two processes; the others do not run."""
     server = host_store("127.0.0.1", 0, timedelta(seconds=10))
-    port = server.port
-    one = Rendezvous(lambda: connect("127.0.0.1", port, "job", TIMEOUTS), 0, range(4), TIMEOUTS)
+    port, timeouts = server.port, PATIENT if is_explained else TIMEOUTS
+    one = Rendezvous(lambda: connect("127.0.0.1", port, "job", timeouts), 0, range(4), timeouts)
     one.start()
     yield one
     one.close()
