@@ -163,6 +163,7 @@ def run(rank: int, host: str, port: int, loop: QuotaLoop, folder: Path) -> None:
         optimizer.step()
         told = {"quotas": step.quotas, "own": step.microbatches, "version": step.plan_version}
         assert monitor.plan_version == step.plan_version
+        _await_acknowledged()
         open_files = len(os.listdir("/proc/self/fd"))
         open_now = {"threads": threading.active_count(), "files": open_files}
         kept.append({**told, **open_now, "gradients": gradients})
@@ -193,6 +194,13 @@ def _cut_off(quotas: Quotas, step: int) -> None:
 
     if step >= 0:
         quotas._agreement.start = start
+
+
+def _await_acknowledged() -> None:
+    """Wait until the threads that tell the source of a plan have ended."""
+    for thread in threading.enumerate():
+        if thread.name == "resihp-acknowledge":
+            thread.join(WAIT_S)
 
 
 def _whole(gradient: Any) -> torch.Tensor:
