@@ -54,7 +54,8 @@ def main() -> None:
     Sidecar.is_torn = how == "torn"
     with ThreadingHTTPServer(("127.0.0.1", 0), Sidecar) as server:
         (folder / "pid-sidecar").write_text(str(os.getpid()))
-        (folder / "url").write_text(f"http://127.0.0.1:{server.server_port}")
+        (folder / "url.new").write_text(f"http://127.0.0.1:{server.server_port}")
+        (folder / "url.new").rename(folder / "url")  # it is there when it is whole
         server.serve_forever()
 
 
