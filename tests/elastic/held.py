@@ -37,12 +37,19 @@ def held() -> dict[str, Any]:
 def _threads() -> Iterator[str]:
     """Python's own by their names, the others by those that the system knows."""
     yield from (thread.name for thread in threading.enumerate() if thread.name != _PASSING)
+    yield from native_threads().values()
+
+
+def native_threads() -> dict[str, str]:
+    """Names, by the ids that the system gives them, of the threads that are not Python's own."""
     own = {str(thread.native_id) for thread in threading.enumerate()}
+    found = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has just ended
             name = (task / "comm").read_text().strip()
             if task.name not in own and not name.startswith("python"):
-                yield name
+                found[task.name] = name
+    return found
 
 
 def _files() -> Iterator[str]:
