@@ -12,6 +12,7 @@ from typing import Annotated
 import redis
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from resihp.contracts import ContractError
 
@@ -41,12 +42,27 @@ async def get_events(
     """Verdicts, plans, acknowledgements, failures and step summaries as they occur. A client that
     reconnects with `Last-Event-ID` receives all kept events since; `replay` starts with all kept
     events except step summaries, which `GET .../steps` returns."""
-    ctx.notifier.require_capacity()  # before the response starts, while it can be an error
+    ctx.notifier.require_capacity()  # a refusal reads nothing of the store
     cursor = await _start(ctx, job, last_event_id, replay=replay)
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(
-        _stream(ctx, job, cursor), media_type="text/event-stream", headers=headers
-    )
+    return _EventStream(ctx, job, cursor)
+
+
+class _EventStream(StreamingResponse):
+    """The events of a job from a cursor on; counted as a watcher from its start to its end.
+
+    Others may have taken the last places since the request came: the stream is refused before its
+    head is sent, while the answer can still be an error.
+    """
+
+    def __init__(self, ctx: AppContext, job: str, cursor: EventCursor) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        events = _stream(ctx, job, cursor)
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._notifier = ctx.notifier
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._notifier.watching():
+            await super().__call__(scope, receive, send)
 
 
 async def _start(ctx: AppContext, job: str, last: str | None, *, replay: bool) -> EventCursor:
@@ -76,16 +92,15 @@ class _Page:
 async def _stream(ctx: AppContext, job: str, cursor: EventCursor) -> AsyncIterator[bytes]:
     yield f"retry: 1000\nid: {'_'.join(cursor)}\n\n".encode()
     sent_s = time.monotonic()
-    with ctx.notifier.watching():
-        try:
-            async for page in _pages(ctx, job, cursor):
-                if page.text or time.monotonic() - sent_s > _KEEPALIVE_S:
-                    yield page.text or b": keepalive\n\n"
-                    sent_s = time.monotonic()
-        except UnknownJobError:
-            yield b'event: deleted\ndata: {"kind":"deleted"}\n\n'
-        except redis.RedisError as error:  # the client comes back with its cursor
-            log.warning("event stream ended", job=job, error=str(error))
+    try:
+        async for page in _pages(ctx, job, cursor):
+            if page.text or time.monotonic() - sent_s > _KEEPALIVE_S:
+                yield page.text or b": keepalive\n\n"
+                sent_s = time.monotonic()
+    except UnknownJobError:
+        yield b'event: deleted\ndata: {"kind":"deleted"}\n\n'
+    except redis.RedisError as error:  # the client comes back with its cursor
+        log.warning("event stream ended", job=job, error=str(error))
 
 
 async def _pages(ctx: AppContext, job: str, cursor: EventCursor) -> AsyncIterator[_Page]:

@@ -14,6 +14,7 @@ import redis
 from service import Settings
 from service.api.notifier import JobChange, Notifier
 from service.store.embedded_redis import socket_path
+from service.store.http_store import EventCursor, HttpStore
 from service.store.schema import NEWS, PLANS
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
@@ -36,15 +37,32 @@ async def told(url: str, path: str, again: str, needle: bytes) -> None:
 
 async def answer(url: str, path: str, needle: bytes) -> bytes:
     """The answer up to `needle`, or all of it."""
-    address, seen = urlsplit(url), b""
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    reader, writer = await asyncio.open_connection(*address_of(url))
     try:
-        head = f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n"
-        writer.write(head.encode())
-        while needle not in seen and (more := await reader.read(65536)):
-            seen += more
+        writer.write(request_of(url, path))
+        return await read_until(reader, needle)
     finally:
         writer.close()
+
+
+def address_of(url: str) -> tuple[str | None, int | None]:
+    address = urlsplit(url)
+    return address.hostname, address.port
+
+
+def request_of(url: str, path: str) -> bytes:
+    return (
+        f"GET {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nConnection: close\r\n\r\n"
+    ).encode()
+
+
+async def read_until(reader: asyncio.StreamReader, *needles: bytes) -> bytes:
+    """What comes up to one of `needles`, or all of it."""
+    seen = b""
+    while not any(needle in seen for needle in needles):
+        if not (more := await reader.read(65536)):
+            break
+        seen += more
     return seen
 
 
@@ -90,6 +108,36 @@ def test_hundreds_of_watchers_are_told_by_a_few_reads(tmp_path: Path):
     with running(settings) as http, store:
         http.register(job_of())
         assert asyncio.run(fail_a_rank_before_watchers(http, store)) < STREAMS
+
+
+def test_streams_that_come_together_are_refused_before_they_start(tmp_path: Path, monkeypatch):
+    settings = Settings(redis_url=None, data=tmp_path, worker=False, max_watchers=1)
+    newest, asked, at_once = HttpStore.newest, [], 4
+
+    async def with_the_others(store: HttpStore, job: str) -> EventCursor:
+        asked.append(job)
+        while len(asked) < at_once:
+            await asyncio.sleep(0.01)
+        return await newest(store, job)
+
+    async def heads(url: str) -> list[bytes]:
+        path, until = "/v1/jobs/j/events", (b"retry: ", b"too-many-watchers")
+        streams = [asyncio.open_connection(*address_of(url)) for _ in range(at_once)]
+        opened = await asyncio.gather(*streams)
+        for _, writer in opened:
+            writer.write(request_of(url, path))
+        seen = [await asyncio.wait_for(read_until(reader, *until), 280) for reader, _ in opened]
+        for _, writer in opened:
+            writer.close()
+        return [head.partition(b"\r\n")[0] for head in seen]
+
+    monkeypatch.setattr(HttpStore, "newest", with_the_others)
+    with running(settings) as http:
+        http.register(job_of())
+        first, *refused = sorted(asyncio.run(heads(http.url)))
+        assert first.startswith(b"HTTP/1.1 200")
+        assert all(head.startswith(b"HTTP/1.1 429") for head in refused)
+        eventually(lambda: http.app.state.context.notifier.count == 0)
 
 
 def test_what_woken_watchers_read_is_read_once_and_anew_after_each_change():
