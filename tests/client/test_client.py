@@ -250,6 +250,7 @@ def test_a_monitor_over_real_http(service):
         for _ in range(3):
             with monitor.step(), monitor.microbatch(seq_lens=[2, 3]):
                 pass
+        monitor.close(300.0)
     keys = [asked.headers["Idempotency-Key"] for asked in service.asked]
     assert keys[0] == keys[1]
     batches = {asked.headers["Idempotency-Key"]: decode(asked.body) for asked in service.asked}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hooks.conftest import hands
+from tests.hooks.conftest import hands, no_hurry
 from tests.instrumentation.observed import Observed
 
-__all__ = ["hands"]
+__all__ = ["hands", "no_hurry"]
 
 
 @pytest.fixture
