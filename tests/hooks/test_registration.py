@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 
 import pytest
 
@@ -21,6 +22,8 @@ class Forgetful:
         self.registered: list[Job] = []
         self.refuses: list[int | None] = []
         self.asked = self.taken = 0
+        self.holds_second = False  # until the job is registered
+        self.is_known = threading.Event()
 
     def forget(self) -> None:
         self.jobs = []
@@ -30,9 +33,12 @@ class Forgetful:
             raise ServiceError("scripted", status=self.refuses.pop(0))
         self.registered.append(job)
         self.jobs = [job]
+        self.is_known.set()
 
     def send_telemetry(self, job, message, form, key=None):
         self.asked += 1
+        if self.holds_second and self.asked > 1:
+            assert self.is_known.wait(300)
         if job not in [known.name for known in self.jobs]:
             raise ServiceError("no such job", status=404)
         self.taken += 1
@@ -82,9 +88,10 @@ def test_the_first_rank_registers_a_job_that_is_known_in_another_shape(
 def test_another_rank_leaves_it_to_the_first_as_long_as_it_can(
     start, forgetful, wait_until, caplog
 ):
+    forgetful.holds_second = True  # which would have the other one register, were it not known
     other = start(OTHER)
     other.record(op=Op.FORWARD, compute_ms=1, step=0)
-    wait_until(lambda: forgetful.asked == 1)
+    wait_until(lambda: forgetful.asked == 2)
     assert not forgetful.registered
     send(start(FIRST), wait_until)
     wait_until(lambda: other.stats.sent == 1)
