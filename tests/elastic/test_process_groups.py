@@ -378,9 +378,11 @@ def test_an_exchange_has_a_time_out(maker: Maker) -> None:
 
 def test_close_waits_for_no_peer(maker: Maker) -> None:
     """One rank closes while the others do not; then they find out that it has left."""
-    generation = Job(maker).generation(timeout=SHORT)
+    generation = Job(maker).generation()
     groups = generation.group()
     assert summed(groups, generation) == [3.0] * 3
+    for factory in generation.factories.values():
+        factory._timeout = SHORT  # from now on: before, each rank may begin as late as it likes
     close_groups([groups[1]])
     await_closed()
     assert generation.factories[1].communicators.open_handles == 0
@@ -535,9 +537,8 @@ def test_the_stand_in_refuses_illegal_orders(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(AssertionError, match="watchdog"):
         StandInNccl(dist.HashStore(), 0, 1, options)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    alone = StandInNccl(dist.HashStore(), 0, 2, options)  # its peer does not come
-    options._timeout = SHORT
-    alone.eager_connect_single_device(CPU)
+    alone = StandInNccl(dist.HashStore(), 0, 2, options)
+    alone._gloo = Future()  # its peer does not come before all of this is done
     work = alone.allreduce([torch.zeros(1)])
     for mistake in [
         lambda: work.wait(timedelta(seconds=1)),
@@ -555,3 +556,4 @@ def test_the_stand_in_refuses_illegal_orders(monkeypatch: pytest.MonkeyPatch) ->
         alone.abort()
     with pytest.raises(dist.DistBackendError):
         alone.allreduce([torch.zeros(1)])
+    alone._gloo.set_exception(RuntimeError("its peer did not come"))
