@@ -99,9 +99,14 @@ def test_the_stack_of_the_training_thread_is_sent_once_for_each_place(beating, s
     monitor = beating(interval_s=60)
     here = f"{os.path.basename(__file__)}:"
 
-    def stay_in_a_kernel():
-        told = len(stacks(sidecar))
-        wait_until(lambda: len(stacks(sidecar)) > told)
+    def stay_in_a_kernel(told):
+        """Stay until one stack more than `told` has come: that of this place."""
+
+        def has_come():
+            sidecar.asks_for_stacks = True  # from here on, so that no stack is of a place before
+            return len(stacks(sidecar)) > told
+
+        wait_until(has_come)
         beats = len(sidecar.heartbeats)
         wait_until(lambda: len(sidecar.heartbeats) > beats + 3)
         assert len(stacks(sidecar)) == told + 1
@@ -110,14 +115,13 @@ def test_the_stack_of_the_training_thread_is_sent_once_for_each_place(beating, s
     with monitor.step():
         wait_until(lambda: len(sidecar.heartbeats) > 3)
         assert not stacks(sidecar)  # nobody asked
-        sidecar.asks_for_stacks = True
-        frames = stay_in_a_kernel()
+        frames = stay_in_a_kernel(0)
         assert any("in until" in frame for frame in frames[:5])  # perhaps within its condition
         assert any(frame.startswith(here) and "in stay_in_a_kernel" in frame for frame in frames)
         assert len(frames) <= 16
         assert not any("/" in frame for frame in frames)
         with monitor.forward():
-            assert stay_in_a_kernel()
+            assert stay_in_a_kernel(1)
 
 
 def test_the_stack_of_a_loop_in_another_thread(beating, sidecar, wait_until):
