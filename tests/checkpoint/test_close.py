@@ -221,8 +221,8 @@ def test_shared_storage_that_hangs_gets_the_newest_that_waits(tmp_path: Path) ->
             stamp(state, step)
             assert saver.save(step, state)
             assert entered.wait(300)
-            while saver.counters.levels[disk.name].saved <= step:
-                time.sleep(0.001)
+            # Until it is on disk, has been passed on, and has left the cache.
+            assert saver._pipeline._first[0].wait(300)
         going.set()
     assert shared.steps() == [0, 3]
     for step in shared.steps():
