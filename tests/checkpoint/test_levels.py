@@ -139,6 +139,7 @@ def test_a_disk_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
         saver.save(step, state)
         assert entered.wait(300)
     assert saver.counters.no_buffer
+    assert next(one for one in saver._pipeline._first if one.level is memory).wait(300)
     assert saver.counters.levels[memory.name].saved >= 1
     going.set()
     saver.close()
