@@ -37,7 +37,6 @@ from resihp.checkpoint.staging.stager import LEAST_CACHE_BYTES
 from resihp.contracts import ContractError
 from tests.checkpoint.helpers import (
     GatedDisk,
-    SlowDisk,
     assert_stamped,
     back_from,
     room_for,
@@ -82,6 +81,17 @@ def before_writes(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
         real(file, parts, at)
 
     patch.setattr(DirectFile, "write", write)
+
+
+def before_waits(patch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Call `act` before each wait of the fence for room in the cache."""
+    real = fence.FenceWait._wait_for_room
+
+    def wait_for_room(wait: fence.FenceWait) -> bool:
+        act()
+        return real(wait)
+
+    patch.setattr(fence.FenceWait, "_wait_for_room", wait_for_room)
 
 
 def levels_in(folder: Path, kind: str) -> list[Level]:
@@ -132,10 +142,10 @@ def test_the_fence_waits_for_what_does_not_fit_and_says_how_long(
 ) -> None:
     gate = threading.Event()
     before_writes(monkeypatch, lambda: gate.wait(PATIENCE_S) and None)
+    before_waits(monkeypatch, gate.set)
     state, disk = large(0), LocalDisk(tmp_path)
     with Checkpointer([disk], host_cache_bytes=LEAST_CACHE_BYTES) as saver:
         saver.save(0, state)
-        threading.Timer(0.3, gate.set).start()
         saver.fence()
         assert gate.is_set(), "the fence came back before the disk took anything"
         stamp(state, 1)
@@ -148,7 +158,6 @@ def test_a_fence_for_the_last_tensors_does_not_fill_the_cache_with_what_none_can
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Copier, "start", lambda *_: None)  # the fence alone copies
-    monkeypatch.setattr(fence, "STALL_TIMEOUT_S", 5.0)
     state, levels = large(0), levels_in(tmp_path, "two disks")
     with Checkpointer(levels, host_cache_bytes=LEAST_CACHE_BYTES) as saver:
         saver.save(0, state)
@@ -362,7 +371,7 @@ def test_memory_stays_within_the_cache_of_a_quarter_of_the_state(
 
 
 KILLED = """
-import os, signal, sys, torch
+import os, signal, sys, threading, torch
 from pathlib import Path
 from resihp.checkpoint import Checkpointer, LocalDisk
 from resihp.checkpoint.levels import checkpoint_folder, local_disk
@@ -382,6 +391,21 @@ def die_at(owner, name, call):
         return real(*arguments)
     setattr(owner, name, act)
 
+def hold_writes_until_helped():
+    write, help, helped = DirectFile.write, Copier.help, threading.Event()
+    def late(*arguments):
+        if is_armed:
+            helped.wait()
+        return write(*arguments)
+    def first(*arguments):
+        done = help(*arguments)
+        if is_armed:
+            helped.set()
+        return done
+    DirectFile.write, Copier.help = late, first
+
+if phase == "fence":  # which finds more chunks than the cache has room for
+    hold_writes_until_helped()
 match phase:
     case "first write": die_at(DirectFile, "write", 1)
     case "half the writes": die_at(DirectFile, "write", 4)
@@ -445,7 +469,8 @@ def test_a_device_state_larger_than_the_pinned_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Stream())
-    state, disk = large(-1), SlowDisk(tmp_path, 0.1, keep=9)
+    state, disk = large(-1), GatedDisk(tmp_path, keep=9)
+    before_waits(monkeypatch, disk.gate.set)
     with Checkpointer([disk], host_cache_bytes=LEAST_CACHE_BYTES) as saver:
         saver.prepare(state)
         copier = saver._stager._copier
