@@ -56,20 +56,18 @@ def test_what_is_being_written_at_the_fence_is_written_again(
         writing.set()
         assert changed.wait(PATIENCE_S)
 
-    hook, state, disk = Hook(monkeypatch, act), stamped(-1), LocalDisk(tmp_path)
+    hook, state, disk = Hook(monkeypatch, act), stamped(5), LocalDisk(tmp_path)
+    hook.is_armed = True
     with Checkpointer([disk]) as saver:
-        warmed_up(saver, state)
-        hook.is_armed = True
-        stamp(state, WARM)
-        saver.save(WARM, state)
+        saver.save(5, state)  # the first one, of which nothing is copied before the fence
         assert writing.wait(PATIENCE_S)
         saver.fence()  # must not wait for the disk, which waits for what comes after it
         stamp(state, 99)
         changed.set()
         assert saver.wait(PATIENCE_S)
-        assert saver.counters.levels[disk.name].saved == WARM + 1
+        assert saver.counters.levels[disk.name].saved == 1
     assert len(hook.written) > len(set(hook.written)), "nothing was in flight at the fence"
-    assert_stamped(back_from(disk, step=WARM)[1], WARM)
+    assert_stamped(back_from(disk, step=5)[1], 5)
 
 
 def test_a_disk_that_fails_before_the_fence_leaves_the_checkpoint_to_shared_storage(
@@ -120,13 +118,16 @@ def test_a_copy_that_fails_costs_the_checkpoint(
     with Checkpointer([disk]) as saver:
         warmed_up(saver, state)
         monkeypatch.setattr("resihp.checkpoint.staging.copier.SourceBytes", Failing)
-        hook = Hook(monkeypatch, lambda: time.sleep(0.05))
+        gate = Event()
+        hook = Hook(monkeypatch, lambda: gate.wait(PATIENCE_S) and None)
         hook.is_armed = True
         for step in range(WARM, WARM + 3):
+            gate.clear()
             stamp(state, step)
             saver.save(step, state)
-            saver.fence()
-        assert saver.wait(PATIENCE_S)
+            saver.fence()  # before the disk has written anything
+            gate.set()
+            assert saver.wait(PATIENCE_S)
         counters = saver.counters
         assert counters.levels[disk.name].failed + sum(counters.failures.values())
         monkeypatch.undo()
