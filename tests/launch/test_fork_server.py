@@ -165,7 +165,7 @@ MODULES = {
 def test_a_script_is_told_to_end_and_not_what_it_has_started(ranks: Ranks) -> None:
     """Workers of a data loader have to outlive the step that the rank finishes."""
     command = ranks.script(
-        "import signal, subprocess\n"
+        "import signal, subprocess, time\n"
         "child = subprocess.Popen(['sleep', '300'])\n"
         "def end(*_):\n"
         "    child.kill()\n"
@@ -173,7 +173,7 @@ def test_a_script_is_told_to_end_and_not_what_it_has_started(ranks: Ranks) -> No
         "    sys.exit(3)\n"
         "signal.signal(signal.SIGTERM, end)\n"
         "open(os.environ['TOLD'] + '.ready', 'w').close()\n"
-        "while True: signal.pause()\n"
+        "while True: time.sleep(0.05)\n"  # `pause` misses a signal that comes just before it
     )
     key, told = ranks.start(command)
     until(Path(f"{told}.ready").exists)
