@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from math import inf
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,8 +123,8 @@ def test_a_launcher_tells_its_ranks_how_much_time_is_left(tmp_path: Path) -> Non
         while not (tmp_path / "running").exists() and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(signal.SIGUSR1)
         sent_s = time.time()
+        process.send_signal(signal.SIGUSR1)
         status = process.wait(300)
     finally:
         process.kill()
@@ -172,7 +173,7 @@ def metadata() -> Iterator[Metadata]:
 
 
 def test_an_address_has_a_notice_with_a_body_alone(metadata: Metadata) -> None:
-    notice = PreemptionNotice(url=metadata.url)
+    notice = PreemptionNotice(url=metadata.url, interval_s=60.0)
     for metadata.status, metadata.body in ((404, b"not found"), (500, b"x"), (200, b" ")):
         notice.look()
         assert notice.why is None
@@ -235,8 +236,12 @@ def test_a_notice_without_a_time_leaves_what_is_known_of_it(text: str, tmp_path:
         assert left_s == inf if window_s is None else 0 < left_s <= 600.1
 
 
-def test_a_notice_reaches_the_processes_of_a_launcher_with_its_time(tmp_path: Path) -> None:
+def test_a_notice_reaches_the_processes_of_a_launcher_with_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launcher got it as a signal; the rank's own signal finds the file."""
+    clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 5000.0)
+    monkeypatch.setattr("resihp._preemption.time", clock)
     given = PreemptionNotice(window_s=600.0)
     given.handle_signal(signal.SIGUSR1, None)
     given.forward(tmp_path / "notice")
@@ -244,7 +249,7 @@ def test_a_notice_reaches_the_processes_of_a_launcher_with_its_time(tmp_path: Pa
     rank = PreemptionNotice.of_environment({"RESIHP_PREEMPTION_FILE": str(tmp_path / "notice")})
     rank.handle_signal(signal.SIGTERM, None)
     rank.start(told.put, signals=())
-    assert told.get(timeout=60) == pytest.approx(given.until_s, abs=0.1)
+    assert told.get(timeout=60) == pytest.approx(given.until_s, abs=1e-3)
     rank.close()
     PreemptionNotice().forward(tmp_path / "unknown")
     assert (tmp_path / "unknown").read_text() == ""
