@@ -71,13 +71,15 @@ def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> Non
         )
         assert done.returncode == 0, done.stderr
         client = Client(sidecar.url)
-        deadline = time.monotonic() + 300
-        while {verdict.rank for verdict in client.verdicts("script")} != {0, 1}:
-            assert time.monotonic() < deadline, sidecar.tail()
-            time.sleep(0.1)
         told = f"{sidecar.url}/v1/jobs/script/steps?after=-1"
-        steps = urllib3.request("GET", told, timeout=10).json()["steps"]
-    assert [step["step"] for step in steps] == list(range(STEPS - 1)), done.stderr
+        deadline, ranks, steps = time.monotonic() + 300, set[int](), list[int]()
+        while ranks != {0, 1} or len(steps) < STEPS - 1:  # records are accepted, then applied
+            assert time.monotonic() < deadline, done.stderr + sidecar.tail()
+            time.sleep(0.1)
+            ranks = {verdict.rank for verdict in client.verdicts("script")}
+            answer = urllib3.request("GET", told, timeout=60).json()
+            steps = [step["step"] for step in answer["steps"]]
+    assert steps == list(range(STEPS - 1)), done.stderr
 
 
 def test_a_sidecar_that_wants_a_token_plans_for_a_script_that_has_it(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_a_sidecar_that_wants_a_token_plans_for_a_script_that_has_it(tmp_path: P
             RESIHP_URL=sidecar.url, RESIHP_TOKEN="secret",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        plan = client.plan("script", after=0, wait=10)
+        plan = client.plan("script", after=0, wait=30)
     assert plan is not None, done.stderr
     assert plan.layout.ranks == (0,)
     assert "without the sidecar" not in done.stderr
