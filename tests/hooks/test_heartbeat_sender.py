@@ -318,7 +318,8 @@ def test_the_loss_of_a_peer_is_not_the_fault_of_this_rank(beating, sidecar, erro
 
 SCRIPT = """
 import sys
-from resihp.hooks import Monitor
+from resihp.hooks import Monitor, _sender, monitor
+_sender._EXIT_TIMEOUT_S = monitor._CLOSE_TIMEOUT_S = 300.0  # however busy this machine is
 class Receiver:
     def register(self, job): pass
     def send_telemetry(self, *message): return {}
@@ -360,8 +361,9 @@ class _Pipe:
 
 
 def _child(pipe, error):
-    from resihp.hooks import Monitor
+    from resihp.hooks import Monitor, _sender
 
+    _sender._EXIT_TIMEOUT_S = 300.0  # however busy this machine is
     monitor = Monitor(job="j", client=_Pipe(pipe), interval_s=60)
     with monitor.step():
         pass
@@ -378,7 +380,7 @@ def test_a_process_of_multiprocessing_says_goodbye(error):
     writing.close()
     said = []
     with suppress(EOFError):
-        while reading.poll(20):
+        while reading.poll(300):
             said.append(reading.recv())
-    child.join(20)
+    child.join(300)
     assert said[-1] == (True, "ValueError: bad" if error else "")
