@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
+from itertools import count
 
 import pytest
 
@@ -34,7 +35,7 @@ PLAN = Plan(version=3, layout=LAYOUT, quotas=(5, 3), from_step=40, step_ms=11.0,
 
 @pytest.fixture
 def client(service):
-    client = Client(service.url + "/", token="secret", timeout=2)
+    client = Client(service.url + "/", token="secret", timeout=300)
     yield client
     client.close()
 
@@ -168,11 +169,14 @@ def endless(head: bytes, part: bytes, pause_s: float):
         thread.join(60)
 
 
-def test_an_answer_that_drips_is_not_awaited():
+def test_an_answer_that_drips_is_not_awaited(monkeypatch):
+    minutes = count()  # one passes with each part: each is in time, and all of them are not
+    monkeypatch.setattr("resihp.client._client.monotonic", lambda: 60.0 * next(minutes))
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000"
     with endless(head, b" ", 0.02) as (url, left):
         with pytest.raises(ServiceError, match="does not end"):
-            Client(url, timeout=0.3).health()
+            Client(url, timeout=150.0).health()
+        assert next(minutes) == 7  # twice the time-out
         assert left.wait(60)
 
 
