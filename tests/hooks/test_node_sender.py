@@ -364,6 +364,7 @@ def node_threads() -> list[str]:
 
 
 def test_sharing_follows_the_environment_and_the_option(sidecar, monkeypatch):
+    until(lambda: not node_threads())  # those of other tests may take a while to end
     for variables, option, shares in [
         ({}, None, False),
         ({"WORLD_SIZE": "1"}, None, False),
