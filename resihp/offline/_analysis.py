@@ -132,7 +132,8 @@ def analyze(trace: Trace) -> Analysis:
 
 
 class TraceJudge:
-    """Feeds a trace to the detector: plans take effect, and the last steps are judged at the end.
+    """Feeds a trace to the detector: plans take effect, and the last steps under each are judged
+    though records of them are missing.
 
     verdicts   the last verdict on every rank of any layout, by rank; complete after `changes`
     last_step  the last step in which each rank has records
@@ -146,17 +147,19 @@ class TraceJudge:
     def changes(self, batches: Iterable[TelemetryBatch]) -> Iterator[Change]:
         """The changes of verdicts over all batches of the trace."""
         detector, plans = self._detector, {plan.version: plan for plan in self._trace.plans}
+        step = 0
         for batch in batches:
-            step = int(batch.step[0])
-            if batch.plan_version != detector.plan_version and batch.plan_version in plans:
-                self._keep()
+            if batch.plan_version > detector.plan_version and batch.plan_version in plans:
+                yield from self._end_of_plan(step)
                 detector.apply_plan(plans[batch.plan_version])
+            step = int(batch.step[0])
             yield from (Change(step, verdict) for verdict in detector.update(batch))
             self.last_step.update(dict.fromkeys(np.unique(batch.rank).tolist(), step))
-        yield from (Change(self._trace.steps[-1], verdict) for verdict in detector.finish())
-        self._keep()
+        yield from self._end_of_plan(step)
 
-    def _keep(self) -> None:
+    def _end_of_plan(self, step: int) -> Iterator[Change]:
+        """Judges the steps up to `step` that still wait for records, and keeps the verdicts."""
+        yield from (Change(step, verdict) for verdict in self._detector.finish())
         self.verdicts.update({verdict.rank: verdict for verdict in self._detector.verdicts()})
 
 

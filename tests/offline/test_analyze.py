@@ -271,15 +271,32 @@ def test_the_last_steps_are_judged_though_records_of_them_are_missing(tmp_path):
     assert "step 8: rank 3 fail_slow" in replayed
 
 
-def ragged(tmp_path):
-    """A recording with 3 and 4 microbatches by turns, in which rank 3 is slow in the last steps."""
+def test_the_last_steps_before_a_plan_are_judged_though_records_of_them_are_missing(tmp_path):
+    path = ragged(tmp_path, changes_plan=True)
+    analysis = analyze(read_trace(path))
+    assert [v.rank for v in analysis.verdicts if v.status is not Status.HEALTHY] == [3]
+    assert [(change.step, change.verdict.rank) for change in analysis.changes] == [(8, 3)]
+    assert not {3, 7} & set(analysis.layout.ranks)
+    replayed = CliRunner().invoke(app, ["replay", str(path)]).stdout
+    assert "step 8: rank 3 fail_slow" in replayed
+
+
+def ragged(tmp_path, *, changes_plan=False):
+    """A recording with 3 and 4 microbatches by turns, in which rank 3 is slow in the last steps, or
+    in the last ones before it leaves the layout."""
     job = Job(name="ragged", layout=Layout.grid(dp=4, pp=2, tp=1, layers=8), microbatches=16)
     slow = Fault(rank=3, factor=2.0, from_step=6)
     batches = [
         batch.select(batch.microbatch < 3 + batch.step % 2)
         for batch in steps_of(job, [500], steps=9, seed=1, faults=[slow])
     ]
-    write_trace(tmp_path / "ragged.parquet", job, batches)
+    plans = []
+    if changes_plan:
+        layout = Layout(job.layout.replicas[:3])
+        plans = [Plan(version=1, layout=layout, quotas=(6, 5, 5), from_step=9)]
+        last = replace(job, layout=layout, quotas=plans[0].quotas)
+        batches += steps_of(last, [500], steps=10, seed=1, first_step=9, plan_version=1)
+    write_trace(tmp_path / "ragged.parquet", job, batches, plans)
     return tmp_path / "ragged.parquet"
 
 
