@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,25 +35,57 @@ from tests.elastic.engine_job import GRID, MICROBATCHES, OPTIMIZER, SHAPE, UNEVE
 from tests.elastic.threads import on_ranks
 
 PASS_S, TRANSFER_S = 0.02, 0.02
-SLOW, BUSY = 4.0, 2.0
-"""Slow-down of what is slow, and what a busy machine does not add to a pass or a transfer."""
+SLOW = 4.0
+"""Slow-down of what is slow."""
 ONSET, STEPS = 10, 22
 SQUARE = Layout.grid(dp=2, pp=2, tp=1, layers=4)
+
+
+class RankClocks:
+    """A made-up clock for each rank, which is a thread; in the place of the module `time`.
+
+    Passes and transfers take their time, and all else takes none: how busy the machine is, and
+    which rank has a core, changes no record.
+    """
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self) -> None:
+        self._now: dict[int, float] = defaultdict(float)
+        self._came: dict[int, list[float]] = defaultdict(list)
+
+    def perf_counter(self) -> float:
+        return self._now[threading.get_ident()]
+
+    def go_on(self, seconds: float, *, after_s: float = 0.0) -> None:
+        """Let time pass on this rank, once the clock of another one shows `after_s`."""
+        self._now[threading.get_ident()] = max(self.perf_counter(), after_s) + seconds
+
+    def come(self, step: int) -> None:
+        """Come to the sums of a step, before `meet`."""
+        self._came[step].append(self.perf_counter())
+
+    def meet(self, step: int) -> None:
+        """Leave the sums of a step when the last rank has come to them, and all have."""
+        self.go_on(0.0, after_s=max(self._came[step]))
 
 
 @dataclass
 class FixedPace(Pacer):
     """Every pass takes as long, and longer on a slow device from a step on."""
 
+    clocks: RankClocks = field(default_factory=RankClocks)
     slow: bool = False
 
     def hold(self, flops: float, step: int, spent_s: float) -> None:
         due_s = PASS_S * (SLOW if self.slow and step >= ONSET else 1.0)
-        time.sleep(max(due_s - spent_s, 0.0))
+        self.clocks.go_on(due_s - spent_s)
 
 
-def records_of(plan: Plan, steps: int, *, paced: bool = False, slow: int = -1) -> TelemetryBatch:
-    """All records of a job whose ranks are threads; devices have a pace of their own if `paced`."""
+def records_of(
+    plan: Plan, steps: int, *, clocks: RankClocks | None = None, slow: int = -1
+) -> TelemetryBatch:
+    """All records of a job whose ranks are threads; devices have a pace by `clocks`."""
     model = Llama(SHAPE)
 
     def run_rank(factory: ProcessGroupFactory) -> list[dict[str, Any]]:
@@ -60,14 +94,19 @@ def records_of(plan: Plan, steps: int, *, paced: bool = False, slow: int = -1) -
         def record(**fields: Any) -> None:
             rows.append({"rank": factory.rank, **fields})
 
-        pacer = FixedPace(1.0, slow=factory.rank == slow) if paced else None
+        pacer = FixedPace(1.0, clocks=clocks, slow=factory.rank == slow) if clocks else None
         setup = Setup(model, OPTIMIZER, batch, record, pacer, record_transfer=record)
         groups = build_layout_groups(factory, plan.layout, model.parameters, name="generation")
         shard = initial_shard(setup.model, setup.optimizer, groups)
         engine = Engine(setup, groups, shard, plan, factory.waited)
         for step in range(steps):
             engine.accumulate(step)
-            engine.update(engine.reduce(step, 0).norm, step)
+            if clocks:
+                clocks.come(step)
+            norm = engine.reduce(step, 0).norm
+            if clocks:
+                clocks.meet(step)
+            engine.update(norm, step)
         return rows
 
     found = on_ranks(plan.layout.ranks, run_rank)
@@ -103,21 +142,33 @@ def test_every_transfer_is_stamped_by_its_sender_and_its_receiver(
     assert both.all(), "one clock: nothing arrives before it was sent"
 
 
-def paced_links(monkeypatch: pytest.MonkeyPatch, slow: frozenset[int]) -> None:
-    """Links between stages take their time, `slow` longer from a step on."""
-    broadcast = AbortableProcessGroup.broadcast
-    received: dict[int, int] = {}
-    per_step = MICROBATCHES // SQUARE.dp
+def paced_links(monkeypatch: pytest.MonkeyPatch, slow: frozenset[int]) -> RankClocks:
+    """Clocks by which links between stages take their time, `slow` longer from a step on."""
+    start, broadcast = AbortableProcessGroup.start_broadcast, AbortableProcessGroup.broadcast
+    sent: dict[tuple[tuple[int, ...], int], list[float]] = defaultdict(list)
+    received: Counter[tuple[tuple[int, ...], int]] = Counter()
+    clocks, per_step = RankClocks(), MICROBATCHES // SQUARE.dp
 
-    def hold(group: AbortableProcessGroup, tensor: Any, source: int) -> Any:
+    def send(group: AbortableProcessGroup, tensor: Any, source: int) -> Any:
+        if group.rank == source:
+            sent[group.ranks, source].append(clocks.perf_counter())
+        return start(group, tensor, source)
+
+    def receive(group: AbortableProcessGroup, tensor: Any, source: int) -> Any:
         result = broadcast(group, tensor, source)
-        number = received[group.rank] = received.get(group.rank, -1) + 1
-        is_slow = frozenset(group.ranks) == slow and number >= ONSET * per_step
+        link = group.ranks, source
+        is_slow = frozenset(group.ranks) == slow and received[link] >= ONSET * per_step
         with group._factory.waited.blocked():
-            time.sleep(TRANSFER_S * (SLOW if is_slow else 1.0))
+            took_s = TRANSFER_S * (SLOW if is_slow else 1.0)
+            clocks.go_on(took_s, after_s=sent[link][received[link]])
+        received[link] += 1
         return result
 
-    monkeypatch.setattr(AbortableProcessGroup, "broadcast", hold)
+    monkeypatch.setattr(AbortableProcessGroup, "start_broadcast", send)
+    monkeypatch.setattr(AbortableProcessGroup, "broadcast", receive)
+    for module in ("step.telemetry", "process_groups.abortable"):
+        monkeypatch.setattr(f"resihp.elastic.{module}.time", clocks)
+    return clocks
 
 
 def judged(found: TelemetryBatch) -> Detector:
@@ -129,30 +180,25 @@ def judged(found: TelemetryBatch) -> Detector:
 
 
 def slow_devices(detector: Detector) -> set[int]:
-    """Ranks named for more than a busy machine adds to a pass."""
-    verdicts = detector.verdicts()
-    return {v.rank for v in verdicts if v.status is Status.FAIL_SLOW and v.slowdown > BUSY}
+    return {v.rank for v in detector.verdicts() if v.status is Status.FAIL_SLOW}
 
 
 def slow_links(detector: Detector) -> list[LinkVerdict]:
-    """Links between two ranks named for more than a busy machine adds to a transfer; the
-    collectives of groups have no pace here."""
-    found = [link for link in detector.links() if link.status is Status.FAIL_SLOW]
-    return [link for link in found if link.peer >= 0 and link.slowdown > BUSY]
+    return [link for link in detector.links() if link.status is Status.FAIL_SLOW]
 
 
 def test_a_slow_link_is_named_and_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = SQUARE.replicas[1].ranks
-    paced_links(monkeypatch, frozenset(ends))
+    clocks = paced_links(monkeypatch, frozenset(ends))
     plan = Plan(version=0, layout=SQUARE, quotas=(3, 3))
-    detector = judged(records_of(plan, STEPS, paced=True))
+    detector = judged(records_of(plan, STEPS, clocks=clocks))
     assert [link.ends for link in slow_links(detector)] == [ends], detector.links()
     assert slow_devices(detector) == set()
 
 
 def test_a_slow_device_makes_no_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    paced_links(monkeypatch, frozenset())
+    clocks = paced_links(monkeypatch, frozenset())
     plan = Plan(version=0, layout=SQUARE, quotas=(3, 3))
-    detector = judged(records_of(plan, STEPS, paced=True, slow=3))
+    detector = judged(records_of(plan, STEPS, clocks=clocks, slow=3))
     assert slow_links(detector) == [], detector.links()
     assert slow_devices(detector) == {3}
