@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,8 @@ from typing import BinaryIO
 
 from .options import Output
 
+PATIENCE_S = 1.0
+"""Longest wait for the output of a rank that has ended: a child may keep its pipe open."""
 _LAST_LINES = 20
 _LONGEST_LINE = 1 << 14
 """Bytes from which on a line is passed on in parts, of which the last one is kept."""
@@ -57,10 +60,14 @@ class RankOutput:
             os.close(descriptor)
         self._opened.clear()
 
+    def pass_on_rest(self, until_s: float) -> None:
+        """Wait until all that a rank which has ended wrote is passed on, or a monotonic time."""
+        for reader in self._readers:
+            reader.join(max(0.0, until_s - time.monotonic()))
+
     def last_lines(self) -> str:
         """The end of the rank's stderr."""
-        for reader in self._readers:
-            reader.join(timeout=1.0)  # a child of the rank may keep the pipe open
+        self.pass_on_rest(time.monotonic() + PATIENCE_S)
         return b"".join(self._lines).decode(errors="replace").rstrip()
 
     def _pass_on(

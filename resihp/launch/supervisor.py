@@ -24,7 +24,7 @@ from .node_memory_folder import NodeMemoryFolder
 from .nodes import Nodes
 from .options import Options
 from .rank_environment import RankEnvironment
-from .rank_output import RankOutput
+from .rank_output import PATIENCE_S, RankOutput
 from .restart_plans import poller_of
 from .restart_policy import Failure, error_line
 
@@ -363,10 +363,14 @@ class Supervisor:
         return 0 if self._has_completed() or not self._ranks else 1
 
     def _report_failure(self) -> int:
-        """Repeat the last lines of the rank that failed first; returns its status."""
+        """Repeat the last lines of the rank that failed first, after what all others have written;
+        returns its status."""
         rank = self._failed
         if rank is None or rank.status is None:
             return 1
+        until_s = time.monotonic() + PATIENCE_S
+        for each in self._ranks.values():
+            each.output.pass_on_rest(until_s)
         _log.error(
             "rank %d failed with status %d:\n%s", rank.rank, rank.status, rank.output.last_lines()
         )
