@@ -58,10 +58,13 @@ def replay_command(
     console = Console(soft_wrap=True)
     with readable("replay"):
         recorded = read_trace(trace)
+        last_step: dict[int, int] = {}
+        batches = _noted(_paced(recorded, console, rate), last_step)
         if url is None:
-            found = _local(recorded, console, rate)
+            verdicts = _local(recorded, batches, console)
         else:
-            found = summary(_remote(recorded, console, rate, url, token))
+            verdicts = _remote(recorded, batches, console, rate, url, token)
+        found = summary(verdicts, _ended(recorded, last_step))
     steps = plural(len(recorded.steps), "step")
     console.print(f"\n{steps} replayed: {found}", highlight=False)
 
@@ -95,19 +98,22 @@ def summary(verdicts: Iterable[Verdict], ended: Mapping[int, int] = MappingProxy
     return "; ".join(parts)
 
 
-def _local(trace: Trace, console: Console, rate: float) -> str:
+def _local(trace: Trace, batches: Iterable[TelemetryBatch], console: Console) -> list[Verdict]:
     from resihp.offline._analysis import TraceJudge
 
     judge = TraceJudge(trace)
-    for change in judge.changes(_paced(trace, console, rate)):
+    for change in judge.changes(batches):
         _show(console, [change.verdict])
-    latest = trace.steps[-2:][0]  # the last step may have been cut off
-    ended = {rank: step for rank, step in judge.last_step.items() if step < latest}
-    return summary(judge.verdicts.values(), ended)
+    return list(judge.verdicts.values())
 
 
 def _remote(
-    trace: Trace, console: Console, rate: float, url: str, token: str | None
+    trace: Trace,
+    batches: Iterable[TelemetryBatch],
+    console: Console,
+    rate: float,
+    url: str,
+    token: str | None,
 ) -> list[Verdict]:
     from resihp.client import Client
     from resihp.contracts import ServiceError, TraceError
@@ -129,7 +135,7 @@ def _remote(
             reached = max((v.step for v in verdicts if v.step is not None), default=-1)
             return verdicts if reached >= trace.steps[-1] else None
 
-        for batch in _paced(trace, console, rate):
+        for batch in batches:
             client.send_telemetry(job.name, encode(batch), WireFormat.MSGPACK)
             if rate > 0:
                 final_verdicts()
@@ -164,6 +170,21 @@ def _paced(trace: Trace, console: Console, rate: float) -> Iterator[TelemetryBat
         if rate > 0:
             time.sleep(max(0.0, start + index / rate - time.monotonic()))
         yield batch
+
+
+def _noted(
+    batches: Iterable[TelemetryBatch], last_step: dict[int, int]
+) -> Iterator[TelemetryBatch]:
+    """The batches; `last_step` is the last step in which each rank has records."""
+    for batch in batches:
+        last_step.update(dict.fromkeys(set(batch.rank.tolist()), int(batch.step[0])))
+        yield batch
+
+
+def _ended(trace: Trace, last_step: Mapping[int, int]) -> dict[int, int]:
+    """The last step of the ranks whose records end early."""
+    latest = trace.steps[-2:][0]  # the last step may have been cut off
+    return {rank: step for rank, step in last_step.items() if step < latest}
 
 
 def _show(console: Console, verdicts: Iterable[Verdict]) -> None:

@@ -135,14 +135,12 @@ class TraceJudge:
     """Feeds a trace to the detector: plans take effect, and the last steps under each are judged
     though records of them are missing.
 
-    verdicts   the last verdict on every rank of any layout, by rank; complete after `changes`
-    last_step  the last step in which each rank has records
+    verdicts  the last verdict on every rank of any layout, by rank; complete after `changes`
     """
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._detector = trace, Detector(trace.job)
         self.verdicts: dict[int, Verdict] = {}
-        self.last_step: dict[int, int] = {}
 
     def changes(self, batches: Iterable[TelemetryBatch]) -> Iterator[Change]:
         """The changes of verdicts over all batches of the trace."""
@@ -154,7 +152,6 @@ class TraceJudge:
                 detector.apply_plan(plans[batch.plan_version])
             step = int(batch.step[0])
             yield from (Change(step, verdict) for verdict in detector.update(batch))
-            self.last_step.update(dict.fromkeys(np.unique(batch.rank).tolist(), step))
         yield from self._end_of_plan(step)
 
     def _end_of_plan(self, step: int) -> Iterator[Change]:

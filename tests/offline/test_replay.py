@@ -7,9 +7,10 @@ import resihp.client
 from detector import Detector
 from resihp.cli import _analyze, _replay  # noqa: F401 - the first registers a command
 from resihp.cli._app import app
-from resihp.contracts import ServiceError, Status, Verdict
+from resihp.contracts import Job, Layout, ServiceError, Status, Verdict
 from resihp.contracts.codec import decode
-from resihp.offline import read_trace
+from resihp.offline import read_trace, write_trace
+from resihp.testing.scenarios import steps_of
 
 
 class Sidecar:
@@ -55,6 +56,20 @@ def test_a_sidecar_comes_to_the_same_verdicts(slow_trace, monkeypatch, rate):
     assert result.exit_code == 0
     assert "rank 8 fail_slow 1.5" in result.stdout
     assert "rank 8 is fail_slow" in result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("where", [(), ("--url", "http://sidecar")])
+def test_ranks_whose_records_end_early_are_named(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(resihp.client, "Client", Sidecar)
+    monkeypatch.setattr(_replay, "_PATIENCE_S", 0.0)
+    job = Job(name="ended", layout=Layout.grid(dp=4, pp=2, tp=1, layers=8), microbatches=16)
+    batches = [
+        batch.select((batch.rank != 3) | (batch.step < 18))
+        for batch in steps_of(job, [500], steps=20, seed=1)
+    ]
+    write_trace(tmp_path / "ended.parquet", job, batches)
+    last = run(tmp_path / "ended.parquet", *where).stdout.splitlines()[-1]
+    assert last == "20 steps replayed: rank 3 has no records after step 17; 7 ranks healthy"
 
 
 def test_what_cannot_be_read_or_reached_is_status_2_and_one_line(slow_trace, tmp_path, monkeypatch):
