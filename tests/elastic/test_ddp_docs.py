@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -13,6 +14,8 @@ import pytest
 from tests.launch.launcher_process import LauncherProcess, launched
 
 ROOT = Path(__file__).parents[2]
+PAGE_BYTES = 4096
+"""What a pipe holds at least: much less than a script with several processes prints."""
 LINE = re.compile(r"step (\d+) loss ([\d.]+) replicas \(([\d, ]+)\)")
 
 
@@ -35,16 +38,20 @@ def losses(lines: Iterable[str]) -> Iterator[tuple[int, float]]:
 def losses_of(
     folder: Path, processes: int, script: Path, *, doomed: int | None = None
 ) -> dict[int, float]:
-    """Losses by step; the process of rank `doomed` is killed when the third step is told."""
+    """Losses by step; the process of rank `doomed` is killed when the third step is told.
+
+    Nothing is read ahead, and what is not read soon fills the pipe: the job waits to be killed.
+    """
     read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PAGE_BYTES)
     errors = folder / "errors"
     with os.fdopen(write, "wb") as out, errors.open("wb") as err:
         option = f"--nproc-per-node={processes}"
         job = LauncherProcess(folder, option, str(script), out=out, err=err)
     known: dict[int, float] = {}
     try:
-        with os.fdopen(read) as lines:
-            for step, loss in losses(lines):
+        with os.fdopen(read, "rb", buffering=0) as lines:
+            for step, loss in losses(line.decode() for line in lines):
                 if doomed is not None and step == 2 and step not in known:
                     [fork_server] = children(job.pid)
                     os.kill(children(fork_server)[doomed], signal.SIGKILL)
