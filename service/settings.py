@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +14,15 @@ from pydantic import AliasChoices, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MIB = 1 << 20
+PREFIX = "RESIHP_"
+# What the training side, the tests and the notebooks read: a pod may set it for all.
+OTHER_VARIABLES = (
+    "DEMO_TRACE", "JOB", "JOIN", "NODE_MEMORY", "NODE_MEMORY_PEERS", "PLAN", "PREEMPTION_FILE",
+    "PREEMPTION_SECONDS", "PREEMPTION_URL", "PROBES", "PROCESS_GROUPS", "SENSORS", "STACKS",
+    "TRACES", "URL",
+)  # fmt: skip
+# Kubernetes tells every pod of a Service whose name begins with `resihp`.
+_OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=|_PORT=\w+://")
 
 
 def default_data_folder() -> Path:
@@ -23,7 +35,7 @@ class Settings(BaseSettings):
     """Settings of API and worker. A request beyond a limit fails with an error of its own."""
 
     model_config = SettingsConfigDict(
-        env_prefix="RESIHP_", frozen=True, populate_by_name=True, extra="ignore"
+        env_prefix=PREFIX, frozen=True, populate_by_name=True, extra="ignore"
     )
 
     host: str = Field("127.0.0.1", description="address to bind")
@@ -102,6 +114,22 @@ class Settings(BaseSettings):
                 "(--token or RESIHP_TOKEN), or bind 127.0.0.1"
             )
         return self
+
+
+def unknown_variables(variables: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables with the prefix that nothing of ResiHP reads, each with the nearest known name.
+
+    None where no name is near.
+    """
+    known = [name.upper() for name in (*Settings.model_fields, *OTHER_VARIABLES)]
+    unknown = {}
+    for name, value in sorted(variables.items()):
+        given = name.upper().removeprefix(PREFIX)
+        of_others = given == name.upper() or _OF_KUBERNETES.search(f"{name.upper()}={value}")
+        if not of_others and given not in known:
+            near = get_close_matches(given, known, n=1)
+            unknown[name] = PREFIX + near[0] if near else None
+    return unknown
 
 
 def is_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,8 +93,8 @@ def settings_from(**given: Any) -> Settings:
     """Settings from the environment, overridden by the given options."""
     from pydantic import ValidationError
 
-    from service.logs import configure_logs
-    from service.settings import Settings
+    from service.logs import configure_logs, logger
+    from service.settings import Settings, unknown_variables
 
     try:
         settings = Settings(**{name: value for name, value in given.items() if value is not None})
@@ -103,4 +104,7 @@ def settings_from(**given: Any) -> Settings:
         problem = first["msg"].removeprefix("Value error, ")
         fail(f"{where}: {problem}" if where else problem)
     configure_logs(settings)
+    if unknown := unknown_variables(os.environ):
+        named = (f"{name} ({near}?)" if near else name for name, near in unknown.items())
+        logger("resihp.settings").warning("unknown variables ignored", names=", ".join(named))
     return settings

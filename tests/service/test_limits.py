@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import re
 import socket
 import subprocess
@@ -19,12 +21,14 @@ from pydantic import ValidationError
 from test_api import JSON, problem_of
 
 from detector import Detector, DetectorSettings
+from resihp.cli._serve import settings_from
 from resihp.contracts import TelemetryBatch, codec, to_json
 from resihp.contracts.telemetry import MOST_MS
 from service import Settings, connections
 from service.api import bodies, middleware
 from service.api.delay import WaitingRequests
 from service.api.metrics import HttpMetrics
+from service.settings import unknown_variables
 from service.worker.adapters import load_adapters
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
@@ -329,6 +333,41 @@ def test_the_environment_sets_and_options_override(monkeypatch):
     settings = Settings(port=9002)
     assert (settings.port, settings.max_jobs) == (9002, 3)
     assert settings.redis_url == "redis://elsewhere"
+
+
+def test_variables_that_nothing_reads_are_named_at_the_start(monkeypatch, capfd):
+    given = {"MAX_BACKLOG_BYTE": "9", "FOO": "1", "MAX_JOBS": "3", "URL": "http://127.0.0.1:8700"}
+    given |= {"SIDECAR_SERVICE_HOST": "10.0.0.7", "SIDECAR_PORT": "tcp://10.0.0.7:8700"}
+    for name in [name for name in os.environ if name.startswith("RESIHP_")]:
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(f"RESIHP_{name}", value)
+    root, web = logging.getLogger(), logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    for log in (root, web):
+        monkeypatch.setattr(log, "level", log.level)
+    monkeypatch.setattr(web, "filters", list(web.filters))
+    settings_from()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "'RESIHP_FOO, RESIHP_MAX_BACKLOG_BYTE (RESIHP_MAX_BACKLOG_BYTES?)'" in line
+    monkeypatch.delenv("RESIHP_FOO")
+    monkeypatch.delenv("RESIHP_MAX_BACKLOG_BYTE")
+    settings_from()
+    assert capfd.readouterr().err == ""
+
+
+def test_every_variable_that_our_code_reads_is_known():
+    root = Path(__file__).parents[2]
+    folders = ("resihp", "benchmarks", "docs", "notebooks")
+    named = {
+        name
+        for folder in folders
+        for path in (root / folder).rglob("*")
+        if path.suffix in {".py", ".md", ".ipynb"}
+        for name in re.findall(r"\bRESIHP_[A-Z_]*[A-Z]\b", path.read_text())
+    }
+    assert "RESIHP_URL" in named
+    assert unknown_variables(dict.fromkeys(named, "")) == {}
 
 
 def test_two_jobs_do_not_mix(tmp_path):
