@@ -128,6 +128,7 @@ def test_a_device_that_recovered_outside_the_layout_is_taken_back(tmp_path: Path
         ranks.until(lambda: BAD in ranks.plan.layout.ranks)
         back = ranks.step
         ranks.until(lambda: ranks.step >= back + 15)
+        eventually(lambda: http.get("/v1/jobs/j")["backlog"] == 0)  # all of them are judged
         assert ranks.status() is Status.HEALTHY
         assert BAD in ranks.plan.layout.ranks
         assert http.get("/v1/jobs/j")["rollout"]["active"] == ranks.plan.version
