@@ -92,8 +92,9 @@ def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setattr(dist, "_get_reconfigure_handle", get_reconfigure_handle, raising=False)
         monkeypatch.setattr(reconfigure_module, "current_device", nullcontext)
     yield request.param
-    gc.collect()
-    assert not StandInNccl.mistakes
+    if is_of_a_device(request.param):
+        gc.collect()
+        assert not StandInNccl.mistakes
 
 
 def is_of_a_device(maker: Maker) -> bool:
@@ -409,7 +410,7 @@ def test_many_generations_leave_nothing_behind(maker: Maker) -> None:
         else:
             generation.close()
         del groups, generation
-        gc.collect()  # a generation refers to itself
+        gc.collect(1)  # a generation refers to itself
 
     for number in range(4):
         cycle(number)
@@ -418,6 +419,7 @@ def test_many_generations_leave_nothing_behind(maker: Maker) -> None:
         cycle(number)
     if is_of_a_device(maker):
         return  # the stand-in's aborted exchanges end when gloo's time-out does
+    gc.collect()  # those that have grown old meanwhile
     await_passing(lambda: not added(before))
     assert not added(before)
 
