@@ -145,7 +145,7 @@ def running(settings: Settings, adapters: AdapterFactory = fake_adapters) -> Ite
         http.close()
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
 
 
