@@ -29,14 +29,14 @@ import torch
 from resihp.elastic import Replicas, Timeouts
 
 folder, steps, width, failing = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+heartbeat = timedelta(seconds=float(sys.argv[5]))
 rank = int(os.environ["RANK"])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = torch.nn.Linear(width, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-timeouts = Timeouts(heartbeat=timedelta(seconds=1.5))
-replicas = Replicas(model, optimizer, microbatches=4, timeouts=timeouts)
+replicas = Replicas(model, optimizer, microbatches=4, timeouts=Timeouts(heartbeat=heartbeat))
 for step in replicas.steps(steps):
     for index in step:
         if rank == failing and step.number == 2:
@@ -112,8 +112,16 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def loop(script: Path, *, steps: int = ENDLESS, width: int = 8, failing: int = -1) -> list[str]:
-    return [str(script), str(script.parent), str(steps), str(width), str(failing)]
+def loop(
+    script: Path,
+    *,
+    steps: int = ENDLESS,
+    width: int = 8,
+    failing: int = -1,
+    heartbeat_s: float = 30.0,
+) -> list[str]:
+    numbers = (steps, width, failing, heartbeat_s)
+    return [str(script), str(script.parent), *map(str, numbers)]
 
 
 def joining(store: str) -> tuple[str, ...]:
@@ -160,7 +168,8 @@ def test_a_job_ends_with_the_launcher_that_hosts_its_store(script: Path, tmp_pat
 
 def test_a_rank_that_was_given_up_says_so(script: Path, tmp_path: Path) -> None:
     """Stopped for longer than the heartbeat's time-out, and continued then."""
-    with launched(tmp_path, "first", "--nproc-per-node", "3", *loop(script, steps=300)) as first:
+    arguments = ("--nproc-per-node", "3", *loop(script, steps=300, heartbeat_s=1.5))
+    with launched(tmp_path, "first", *arguments) as first:
         first.until(first.has_replicas(2, 3))
         pid = int((tmp_path / "pid-2").read_text())
         os.kill(pid, signal.SIGSTOP)
