@@ -29,6 +29,6 @@ def impossible() -> Iterator[Row]:
 def hanging(pids: str) -> Iterator[Row]:
     """Hangs, and so does a process of its own."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(pids).write_text(f"{os.getpid()} {child.pid}")
     yield Row("before the hang", 1.0)
+    Path(pids).write_text(f"{os.getpid()} {child.pid}")
     time.sleep(600)

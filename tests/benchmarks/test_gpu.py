@@ -36,8 +36,21 @@ def test_a_measurement_that_fails_costs_its_own_rows_alone() -> None:
     assert rows[3].cells() == ("good", "1 ms", "2 ms, twice that", "0.50x")
 
 
-def test_one_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
+def test_one_that_hangs_is_ended_with_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over once it hangs, however long it took to get there."""
+    pids, wait = tmp_path / "pids", subprocess.Popen.wait
+
+    def wait_for_hang(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        deadline = time.monotonic() + 300
+        while not (pids.exists() and pids.read_text()):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        return wait(process, 0.1 if timeout == 15 else timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_for_hang)
     rows = measure([Measurement("hanging", f"{HERE}:hanging", {"pids": str(pids)}, 15)], 600)
     assert [row.name for row in rows] == ["before the hang", "hanging"]
     assert rows[1].note == "hung: ended after 15 s"
