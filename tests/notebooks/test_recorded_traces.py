@@ -5,10 +5,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from resihp.offline import read_trace, write_trace
 from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
+from tests.notebooks.test_planning import execute
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "recorded_traces.ipynb"
@@ -32,9 +32,7 @@ def run(monkeypatch, tmp_path, **environment):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
-    ).execute()
+    execute(notebook, tmp_path)
     return text_of(notebook)
 
 
