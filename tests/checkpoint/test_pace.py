@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import cast
 
@@ -23,7 +22,8 @@ def nap_s(pace: Pace, elapsed_s: float, safe: int) -> float:
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "monotonic", lambda: NOW)
+    clock = SimpleNamespace(monotonic=lambda: NOW)
+    monkeypatch.setattr("resihp.checkpoint.staging.in_flight.time", clock)
 
 
 @pytest.mark.parametrize(("elapsed_s", "safe"), [(0.0, 0), (0.1, 12), (0.5, 60), (0.8, 97)])
