@@ -8,10 +8,10 @@ from typing import Any
 
 
 def events(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """All that a rank noted so far."""
+    """All that a rank noted so far, without a line of which only a part can be seen yet."""
     path = folder / f"events-{rank}.jsonl"
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def switches(folder: Path, rank: int) -> list[dict[str, Any]]:
