@@ -35,9 +35,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-RUN_BY_RANKS = (
+STARTERS = ("resihp.testing.local_ranks", "tests.checkpoint.helpers")
+RUN_IN_CHILDREN = (
     "resihp.demo.training.worker",
+    "tests.checkpoint.test_host_cache",
     "tests.checkpoint.test_ranks",
+    "tests.checkpoint.test_torch_writer",
     "tests.elastic.engine_job",
     "tests.elastic.ddp_loops",
     "tests.elastic.engine_faults",
@@ -51,10 +54,11 @@ RUN_BY_RANKS = (
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
     """The server that forks ranks has imported what they run: a thousand of them need not."""
-    local = sys.modules.get("resihp.testing.local_ranks")
-    if local is None:
-        return  # no test of this session starts ranks
-    forkserver.set_forkserver_preload([*local._PRELOAD, *RUN_BY_RANKS])
+    if not any(name in sys.modules for name in STARTERS):
+        return  # no test of this session starts any
+    from resihp.testing import local_ranks
+
+    forkserver.set_forkserver_preload([*local_ranks._PRELOAD, *RUN_IN_CHILDREN])
     forkserver.ensure_running()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -82,3 +84,15 @@ def run_python(script: str, *arguments: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_until_killed(target: Callable[..., None], *arguments: object) -> None:
+    """Run a function of a module in a process that kills itself."""
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
+    process.start()
+    process.join(300)
+    try:
+        assert process.exitcode == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.join()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from resihp.checkpoint import (
     PeerMemory,
     SharedStorage,
 )
-from resihp.checkpoint.levels import Level
+from resihp.checkpoint.levels import Level, checkpoint_folder
 from resihp.checkpoint.levels.direct_file import DirectFile
 from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging import fence
@@ -41,6 +41,7 @@ from tests.checkpoint.helpers import (
     back_from,
     room_for,
     run_python,
+    run_until_killed,
     stamp,
     stamped,
 )
@@ -370,59 +371,63 @@ def test_memory_stays_within_the_cache_of_a_quarter_of_the_state(
         assert_stamped(into, 2)
 
 
-KILLED = """
-import os, signal, sys, threading, torch
-from pathlib import Path
-from resihp.checkpoint import Checkpointer, LocalDisk
-from resihp.checkpoint.levels import checkpoint_folder, local_disk
-from resihp.checkpoint.levels.direct_file import DirectFile
-from resihp.checkpoint.staging.copier import Copier
+def save_until_killed(folder: Path, phase: str) -> None:
+    """Save three steps; the process kills itself in this phase of the last one."""
+    is_armed, calls = False, 0
 
-folder, phase = sys.argv[1:]
-is_armed, calls = False, 0
+    def die_at(owner: Any, name: str, call: int) -> None:
+        real = getattr(owner, name)
 
-def die_at(owner, name, call):
-    real = getattr(owner, name)
-    def act(*arguments):
-        global calls
-        calls += is_armed
-        if is_armed and calls >= call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments)
-    setattr(owner, name, act)
+        def act(*arguments: object) -> object:
+            nonlocal calls
+            calls += is_armed
+            if is_armed and calls >= call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments)
 
-def hold_writes_until_helped():
-    write, help, helped = DirectFile.write, Copier.help, threading.Event()
-    def late(*arguments):
-        if is_armed:
-            helped.wait()
-        return write(*arguments)
-    def first(*arguments):
-        done = help(*arguments)
-        if is_armed:
-            helped.set()
-        return done
-    DirectFile.write, Copier.help = late, first
+        setattr(owner, name, act)
 
-if phase == "fence":  # which finds more chunks than the cache has room for
-    hold_writes_until_helped()
-match phase:
-    case "first write": die_at(DirectFile, "write", 1)
-    case "half the writes": die_at(DirectFile, "write", 4)
-    case "fence": die_at(Copier, "help", 2)
-    case "index": die_at(checkpoint_folder, "write_index", 1)
-    case "publication": die_at(checkpoint_folder, "publish_folder", 1)
-    case "retirement": die_at(LocalDisk, "_drop_old", 1)
-state = {"w": torch.zeros(12 << 20), "b": torch.zeros(3)}
-with Checkpointer([LocalDisk(folder)], host_cache_bytes=32 << 20) as saver:
-    for step in range(3):
-        for tensor in state.values():
-            tensor.fill_(step)
-        is_armed = step == 2
-        saver.save(step, state)
-        saver.fence()
-        saver.wait()
-"""
+    def hold_writes_until_helped() -> None:
+        write, help_once, helped = DirectFile.write, Copier.help, threading.Event()
+
+        def late(*arguments: Any) -> None:
+            if is_armed:
+                helped.wait()
+            write(*arguments)
+
+        def first(*arguments: Any) -> bool:
+            done = help_once(*arguments)
+            if is_armed:
+                helped.set()
+            return done
+
+        DirectFile.write = late
+        Copier.help = first
+
+    if phase == "fence":  # which finds more chunks than the cache has room for
+        hold_writes_until_helped()
+    match phase:
+        case "first write":
+            die_at(DirectFile, "write", 1)
+        case "half the writes":
+            die_at(DirectFile, "write", 4)
+        case "fence":
+            die_at(Copier, "help", 2)
+        case "index":
+            die_at(checkpoint_folder, "write_index", 1)
+        case "publication":
+            die_at(checkpoint_folder, "publish_folder", 1)
+        case "retirement":
+            die_at(LocalDisk, "_drop_old", 1)
+    state = {"w": torch.zeros(12 << 20), "b": torch.zeros(3)}
+    with Checkpointer([LocalDisk(folder)], host_cache_bytes=32 << 20) as saver:
+        for step in range(3):
+            for tensor in state.values():
+                tensor.fill_(step)
+            is_armed = step == 2
+            saver.save(step, state)
+            saver.fence()
+            saver.wait()
 
 
 @pytest.mark.parametrize(
@@ -439,9 +444,7 @@ with Checkpointer([LocalDisk(folder)], host_cache_bytes=32 << 20) as saver:
 def test_a_kill_at_any_phase_leaves_the_checkpoint_before(
     tmp_path: Path, phase: str, newest: int
 ) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path), phase]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stdout + ended.stderr
+    run_until_killed(save_until_killed, tmp_path, phase)
     disk, state = LocalDisk(tmp_path), {"w": torch.zeros(12 << 20), "b": torch.zeros(3)}
     assert max(disk.steps()) == newest
     with Checkpointer([disk], host_cache_bytes=LEAST_CACHE_BYTES) as saver:
