@@ -94,7 +94,7 @@ class Http:
         if document is not None:
             more["body"] = json.dumps(document)
             headers.setdefault("Content-Type", "application/json")
-        more.setdefault("timeout", 20.0)
+        more.setdefault("timeout", 120.0)
         more.setdefault("retries", False)
         return self.pool.request(method, self.url + path, headers=headers, **more)
 

@@ -61,7 +61,7 @@ def kill_and_start_again(sidecar: Sidecar) -> None:
     http = Http(sidecar.url)
     http.register(job_of())
     http("POST", "/v1/jobs/j/failures", {"ranks": [7]})
-    assert http("GET", "/v1/jobs/j/plan?after=0&wait=15").json()["version"] == 1
+    assert http("GET", "/v1/jobs/j/plan?after=0&wait=60").json()["version"] == 1
     for step in range(20):
         send(http, step)
         if step in {7, 13}:
