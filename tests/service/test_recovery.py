@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import redis
 import urllib3
 from fakes import fake_adapters
 
@@ -75,6 +76,13 @@ def kill_and_start_again(sidecar: Sidecar) -> None:
     http.close()
 
 
+def wait_until_written(data: Path) -> None:
+    """Wait until Redis has given all that it accepted to the kernel: while the disk is busy with
+    what it gave before, it keeps that back for up to 2 s."""
+    with redis.Redis(unix_socket_path=str(socket_path(data)), protocol=2) as raw:
+        eventually(lambda: raw.info("persistence")["aof_buffer_length"] == 0)
+
+
 def test_a_killed_redis_is_started_again(sidecar: Sidecar):
     http = Http(sidecar.url)
     http.register(job_of())
@@ -82,6 +90,7 @@ def test_a_killed_redis_is_started_again(sidecar: Sidecar):
         send(http, step)
         if step in {7, 13}:
             (pid,) = redis_pids(sidecar.data)
+            wait_until_written(sidecar.data)
             os.kill(pid, signal.SIGKILL)
     assert_all_applied_once(http, 20)
     http.close()
