@@ -26,18 +26,27 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    profile = tmp_path_factory.mktemp("profile")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}"):
+    for flag in (*FLAGS.split(), f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.add_argument("--window-size=1440,1200")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    browser.set_page_load_timeout(300)
-    yield browser
-    browser.quit()
+    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    chrome.set_page_load_timeout(300)
+    yield chrome
+    chrome.quit()
+
+
+@pytest.fixture
+def browser(chrome: webdriver.Chrome) -> webdriver.Chrome:
+    """On an empty page, and without what an earlier test has left on the console."""
+    chrome.get("about:blank")
+    chrome.get_log("browser")
+    return chrome
 
 
 def text(browser: webdriver.Chrome, selector: str) -> str:
