@@ -21,6 +21,7 @@ from resihp.elastic.rendezvous.environment import store_prefix
 from resihp.elastic.rendezvous.store import (
     address_towards,
     announce_death,
+    await_store,
     connect_store,
     host_store,
 )
@@ -59,7 +60,10 @@ class Nodes:
             self._address = address_towards(options.host, options.port or 1)
         else:
             self._address = options.host
-            opened = host_store if options.node == 0 and not options.joins else connect_store
+            opened = host_store
+            if options.node or options.joins:
+                await_store(options.host, options.port, options.connect)
+                opened = connect_store
             self._server = opened(options.host, options.port, options.connect)
         self._of_launchers = self._server  # a store ends with the object that hosts it
         self._port = options.port if self._server is None else self._server.port

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +13,9 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
+from resihp.contracts import JobStoppedError
 from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.environment import Environment
 from resihp.elastic.rendezvous.heartbeats import prepare
 from resihp.elastic.rendezvous.liveness import HOST_LOOKS, LivenessSummary
 from resihp.elastic.rendezvous.membership import Rendezvous
@@ -19,7 +23,9 @@ from resihp.elastic.rendezvous.store import (
     StorePool,
     Timeouts,
     announce_death,
+    await_store,
     connect,
+    connect_store,
     host_store,
 )
 
@@ -209,3 +215,49 @@ def test_a_store_that_refuses_connections_is_gone_at_once() -> None:
     assert stores.is_cut_off
     assert len(opened) == 1
     assert stores.ask(lambda: stores.store.add("key", 1), 7) == 7
+
+
+@pytest.fixture
+def reserved() -> Iterator[socket.socket]:
+    """A socket at a port of its own at which nobody listens yet."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        yield one
+
+
+WAITING = "waiting for the store at"
+
+
+def test_a_joiner_is_told_in_one_line_that_no_job_runs(
+    reserved: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    host, port = reserved.getsockname()
+    given = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    monkeypatch.setattr("resihp.elastic.rendezvous.exit_status.install", lambda rank: None)
+    timeouts = replace(TIMEOUTS, connect=timedelta(seconds=1))
+    joiner = Environment.read({**given, "RESIHP_JOIN": "1"})
+    with caplog.at_level(logging.INFO), pytest.raises(JobStoppedError, match="no store answers at"):
+        joiner.rendezvous((), timeouts)
+    assert [record.getMessage() for record in caplog.records] == [f"{WAITING} {host}:{port}"]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_starts_late_is_waited_for(
+    reserved: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = reserved.getsockname()
+    limit = timedelta(seconds=UNTIL_S)
+    with caplog.at_level(logging.INFO):
+        waiting = threading.Thread(target=await_store, args=(host, port, limit), daemon=True)
+        waiting.start()
+        wait_until(lambda: WAITING in caplog.text)
+        reserved.listen()
+        store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=reserved.detach()
+        )
+        waiting.join(UNTIL_S)
+    assert not waiting.is_alive()
+    connect_store(host, port, limit).set("key", "value")
+    assert store.get("key") == b"value"
+    assert caplog.text.count(WAITING) == 1

@@ -15,7 +15,7 @@ from resihp.contracts import ContractError
 
 from . import exit_status
 from .membership import Rendezvous
-from .store import Timeouts, address_towards, connect, host_store
+from .store import Timeouts, address_towards, await_store, connect, host_store
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Environment:
                    store
         """
         exit_status.install(self.rank)
+        if self.joins:
+            await_store(self.host, self.port, timeouts.connect)
         return Rendezvous(
             lambda: self.connect(timeouts),
             self.rank,

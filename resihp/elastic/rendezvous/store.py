@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from .liveness import ProcessHistory
 
 _log = logging.getLogger("resihp.elastic")
 _PROBE_S = 0.2
+_ATTEMPT_S = 3.0  # for one address of a host that does not answer: the next may
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 Answer = TypeVar("Answer")
 
 
@@ -76,9 +79,37 @@ def connect_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout)
     except dist.DistError as error:
-        raise JobStoppedError(
-            f"no store answers at {host}:{port}: the job has ended or has not started yet"
-        ) from error
+        raise _no_store(host, port) from error
+
+
+def await_store(host: str, port: int, timeout: timedelta) -> None:
+    """Wait until somebody listens where the store of a job is to be that may not run.
+
+    torch would print stack traces at its time-out. Not for every rank: this costs the host of the
+    store a connection. Raises `JobStoppedError` after the time-out.
+    """
+    limit_s, pause_s = timeout.total_seconds(), 0.0
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        try:
+            with socket.create_connection((host, port), min(_ATTEMPT_S, limit_s)) as probe:
+                # Where nobody listens, a port of this machine may be connected to itself.
+                if probe.getsockname() != probe.getpeername():
+                    return
+            raise ConnectionRefusedError
+        except OSError as error:
+            if not pause_s:
+                _log.info("waiting for the store at %s:%d", host, port)
+            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            if time.monotonic() + pause_s > deadline_s:
+                raise _no_store(host, port) from error
+        time.sleep(pause_s)
+
+
+def _no_store(host: str, port: int) -> JobStoppedError:
+    return JobStoppedError(
+        f"no store answers at {host}:{port}: the job has ended or has not started yet"
+    )
 
 
 def announce_death(store: dist.Store, rank: int) -> None:
