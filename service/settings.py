@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AliasChoices, Field, SecretStr, model_validator
+from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MIB = 1 << 20
@@ -103,6 +103,13 @@ class Settings(BaseSettings):
     probation_probe_s: float | None = Field(
         None, ge=0, description="time between two probes of a slow device outside the layout"
     )
+
+    @field_validator("port", mode="before")
+    @classmethod
+    def _port_of_kubernetes_is_none(cls, port: object) -> object:
+        """In pods beside a Service named `resihp` the variable holds the Service's address."""
+        is_address = isinstance(port, str) and "://" in port
+        return cls.model_fields["port"].default if is_address else port
 
     @model_validator(mode="after")
     def _public_address_needs_a_token(self) -> Settings:

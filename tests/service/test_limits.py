@@ -335,6 +335,12 @@ def test_the_environment_sets_and_options_override(monkeypatch):
     assert settings.redis_url == "redis://elsewhere"
 
 
+def test_the_address_of_a_kubernetes_service_is_no_port(monkeypatch):
+    monkeypatch.setenv("RESIHP_PORT", "tcp://10.0.0.7:9000")
+    assert Settings().port == 8700
+    assert Settings(port=9001).port == 9001
+
+
 def test_variables_that_nothing_reads_are_named_at_the_start(monkeypatch, capfd):
     given = {"MAX_BACKLOG_BYTE": "9", "FOO": "1", "MAX_JOBS": "3", "URL": "http://127.0.0.1:8700"}
     given |= {"SIDECAR_SERVICE_HOST": "10.0.0.7", "SIDECAR_PORT": "tcp://10.0.0.7:8700"}
