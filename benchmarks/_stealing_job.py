@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -188,12 +188,19 @@ class TimedClaims(StoreClaims):
 
     spent_s = 0.0
 
-    def add(self, replica: int, amount: int) -> int | None:
-        """Add, and count the time."""
+    def add(self, replica: int, amount: int) -> Callable[[], int | None]:
+        """Begin to add, and count the time of that and of the wait."""
         start = perf_counter()
-        found = super().add(replica, amount)
+        answer = super().add(replica, amount)
         self.spent_s += perf_counter() - start
-        return found
+
+        def waited() -> int | None:
+            start = perf_counter()
+            found = answer()
+            self.spent_s += perf_counter() - start
+            return found
+
+        return waited
 
     def read(self, replicas: object) -> dict[int, int]:
         """Read, and count the time."""
@@ -238,10 +245,11 @@ class VirtualClaims:
     def __init__(self) -> None:
         self.counters: Counter[int] = Counter()
 
-    def add(self, replica: int, amount: int) -> int:
-        """Add and return the new value."""
+    def add(self, replica: int, amount: int) -> Callable[[], int]:
+        """Add; the result is the new value."""
         self.counters[replica] += amount
-        return self.counters[replica]
+        value = self.counters[replica]
+        return lambda: value
 
     def read(self, replicas: Sequence[int]) -> dict[int, int]:
         """Return the counters of `replicas`."""
@@ -251,7 +259,8 @@ class VirtualClaims:
 def simulated_ms(case: Case, step: int) -> float:
     """End of a step on devices that cost no more than their passes, with the product's own claims.
 
-    Replicas go on in the order of their clocks; each claims before its backward pass.
+    Replicas go on in the order of their clocks; each asks before its forward pass, and takes from
+    others before its backward pass.
     """
     work = work_ms(case, step)
     shares = full_assignments(plan_of_quotas())
@@ -273,6 +282,8 @@ def simulated_ms(case: Case, step: int) -> float:
     while events:  # (clock, replica, number of its next pass, microbatch)
         heapq.heapify(events)
         now, replica, number, index = heapq.heappop(events)
+        if number % 2 == 0:
+            sources[replica].ask()
         following = sources[replica].next() if number % 2 else index
         now += work[index] * (2.0 if number % 2 else 1.0) / 3.0
         now += 1e3 * STALL_S * (number in stalls[replica])

@@ -6,8 +6,9 @@ that has none left takes them from the back of the queue of the slowest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 OWNER = 1
@@ -15,15 +16,15 @@ OWNER = 1
 THIEF = 1 << 32
 """Added by another replica to claim the one at the back."""
 _FORWARD_PART = 1.0 / 3.0
-"""Of a microbatch's work, after which its replica claims the next one. The gradient sum overlaps
-with the last backward pass, so it has to know before that pass that no other will follow."""
+"""Of a microbatch's work, after which its replica takes from others, if it is its last one. The
+gradient sum overlaps with the last backward pass, so no other may follow that pass."""
 
 
 class Claims(Protocol):
     """Counters of the queues of one step, each changed atomically; 0 at first."""
 
-    def add(self, replica: int, amount: int) -> int | None:
-        """Add to the counter of a replica's queue and return its new value.
+    def add(self, replica: int, amount: int) -> Callable[[], int | None]:
+        """Begin to add to the counter of a replica's queue; the result waits for its new value.
 
         None: unknown; the addition may or may not have been made.
         """
@@ -64,11 +65,14 @@ class MicrobatchQueue:
         return self.order[front + 1 : max(front + 1, len(self.order) - back)]
 
     def progress(self, counter: int, work: Sequence[float]) -> Progress:
-        """Return the most that the owner can have done, with what is left to it."""
+        """Return the most that the owner can have done, with what is left to it.
+
+        It claims the microbatch after the one that it is about to begin.
+        """
         front, _ = _split(counter)
-        begun = self.order[: front + 1]
-        left = sum(work[index] for index in self.pending(counter))
-        return Progress.before_backward(begun, work).with_left(left)
+        done = sum(work[index] for index in self.order[:front])
+        left = sum(work[index] for index in (self.order[front], *self.pending(counter)))
+        return Progress(done, left)
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Progress:
     @property
     def until_end(self) -> float:
         """Time until it ends, over the time since the step began, at its pace in this step."""
-        return self.left / self.done
+        return self.left / self.done if self.done else inf
 
 
 def choose_victim(

@@ -67,20 +67,21 @@ class StoreClaims:
             self._unused.append(self._own_key)
         self._own_key = "" if own is None else self._keys(own)
 
-    def add(self, replica: int, amount: int) -> int | None:
-        """Add to the counter of a replica; None: unknown."""
+    def add(self, replica: int, amount: int) -> Callable[[], int | None]:
+        """Begin to add to the counter of a replica; the result waits. None: unknown."""
         key = self._keys(replica)
-        return self._ask(lambda: {replica: self._stores.store.add(key, amount)}).get(replica)
+        answer = self._ask(lambda: {replica: self._stores.store.add(key, amount)})
+        return lambda: answer().get(replica)
 
     def read(self, replicas: Sequence[int]) -> Mapping[int, int]:
         """Return the counters of `replicas`, without those that are unknown."""
         names = {replica: self._keys(replica) for replica in replicas}
-        return self._ask(lambda: {r: self._stores.store.add(key, 0) for r, key in names.items()})
+        return self._ask(lambda: {r: self._stores.store.add(key, 0) for r, key in names.items()})()
 
-    def _ask(self, request: Callable[[], _Answer]) -> _Answer:
-        """Return the answer to a request; empty if it does not come in time."""
+    def _ask(self, request: Callable[[], _Answer]) -> Callable[[], _Answer]:
+        """Send a request; the result waits for its answer, which is empty if it does not come."""
         if not self.is_answering:
-            return {}
+            return dict
         unused, self._unused = self._unused, []
 
         def run() -> _Answer:
@@ -90,7 +91,7 @@ class StoreClaims:
 
         self._last = sent = _Request(run)
         self._requests.put(sent)
-        return sent.answer if sent.is_answered.wait(self._patience_s) else {}
+        return lambda: sent.answer if sent.is_answered.wait(self._patience_s) else {}
 
     def _serve(self) -> None:
         while (request := self._requests.get()) is not None:

@@ -148,6 +148,7 @@ class Engine:
         while mine.following is not None and not mine.is_stopped:
             packed = loaded.pop(mine.following, None)
             packed = packed or self._load(step, [mine.following])[0]
+            mine.ask()
             self._run([packed], lambda: mine.advance(is_broken))
             mine.check(is_broken)
         self._passes.drain()

@@ -28,9 +28,9 @@ _MOST_READ = 16
 class StepMicrobatches:
     """Microbatches of this rank in one step, or in the remainder of one.
 
-    `begin`, then compute one `following` after the other, with `advance` before its last pass and
-    `check` after it; unless `is_one_by_one`, compute all of `own` at once. All ranks of a replica
-    get the same.
+    `begin`, then compute one `following` after the other, with `ask` before its first pass,
+    `advance` before its last one and `check` after it; unless `is_one_by_one`, compute all of `own`
+    at once. All ranks of a replica get the same.
 
     shares      assignment of each replica
     is_claimed  replicas of one stage take microbatches from each other
@@ -79,6 +79,10 @@ class StepMicrobatches:
         elif place.tp == 0:
             ahead = self._setup.steal_ahead or 0.0
             self._source = ClaimedMicrobatches(claims, place.dp, queues, work, ahead=ahead)
+
+    def ask(self) -> None:
+        """Ask for the microbatch after the one that is about to begin, without waiting."""
+        self._source.ask()
 
     def advance(self, is_broken: Callable[[], bool]) -> bool:
         """Find the microbatch after the present one, before its last pass; True if there is none.
@@ -144,6 +148,9 @@ class StepMicrobatches:
 class MicrobatchSource:
     """Microbatches of a replica after its first one; none on a rank that follows another one."""
 
+    def ask(self) -> None:
+        """Ask for the next one before the forward pass of the present one, if that takes time."""
+
     def next(self) -> int | None:
         """Return the next microbatch before the backward pass of the present one; None: no more."""
         return None
@@ -189,25 +196,37 @@ class ClaimedMicrobatches(MicrobatchSource):
         self._others = {other: queues[other] for other in others[:_MOST_READ]}
         self._begun = [self._own.order[0]]
         self._is_own_empty = len(self._own.order) == 1
+        self._asked: Callable[[], int | None] | None = None
+
+    def ask(self) -> None:
+        """Begin to claim the next microbatch of the own queue."""
+        if not self._is_own_empty and self._asked is None:
+            self._asked = self._claims.add(self._replica, OWNER)
 
     def next(self) -> int | None:
         """Claim the next microbatch."""
-        found = None if self._is_own_empty else self._take(self._replica, OWNER)
+        found = self._next_own()
         if found is None:
             found = self._steal()
         if found is not None:
             self._begun.append(found)
         return found
 
-    def _take(self, replica: int, amount: int) -> int | None:
-        """Claim from a queue; None if it is empty, and from then on."""
-        queue = self._own if replica == self._replica else self._others[replica]
-        counter = self._claims.add(replica, amount)
-        found = None if counter is None else queue.claimed(counter, amount)
+    def _next_own(self) -> int | None:
+        """Return what was asked for; None if the own queue is empty, and from then on."""
+        self.ask()
+        if self._asked is None:
+            return None
+        counter, self._asked = self._asked(), None
+        self._is_own_empty = counter is None or not self._own.pending(counter)
+        return None if counter is None else self._own.claimed(counter, OWNER)
+
+    def _take(self, victim: int) -> int | None:
+        """Claim from the queue of another replica; None if it is empty, and from then on."""
+        counter = self._claims.add(victim, THIEF)()
+        found = None if counter is None else self._others[victim].claimed(counter, THIEF)
         if found is None:
-            self._others.pop(replica, None)
-        if replica == self._replica:
-            self._is_own_empty = counter is None or not queue.pending(counter)
+            del self._others[victim]
         return found
 
     def _steal(self) -> int | None:
@@ -222,7 +241,7 @@ class ClaimedMicrobatches(MicrobatchSource):
             victim = choose_victim(own, self._others, counters, self._work, ahead=self._ahead)
             if victim is None:
                 return None
-            found = self._take(victim, THIEF)
+            found = self._take(victim)
             if found is not None:
                 return found
         return None
