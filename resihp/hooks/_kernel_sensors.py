@@ -233,17 +233,17 @@ def kernel_sensors(
     """Sensors of this process, its training thread and its host."""
     cgroups, thread = Cgroups(proc), _Thread(thread_id, proc, sys)
     host_cpus = _cpus(proc)
-    total, level = Quantity.TOTAL, Quantity.LEVEL
+    time, level = Quantity.TIME, Quantity.LEVEL
     return [
-        Sensor("cpu_throttled", total, _Throttling(cgroups).read),
+        Sensor("cpu_throttled", time, _Throttling(cgroups).read),
         Sensor("cpu_quota", level, lambda: _smallest_quota(cgroups)),
-        Sensor("cpu_steal", total, lambda: _stolen_s(proc, host_cpus)),
-        Sensor("cpu_waiting", total, thread.waited_s),
+        Sensor("cpu_steal", time, lambda: _stolen_s(proc, host_cpus)),
+        Sensor("cpu_waiting", time, thread.waited_s),
         *(
-            Sensor(f"{what}_pressure", total, _Pressure(what, cgroups, proc).read)
+            Sensor(f"{what}_pressure", time, _Pressure(what, cgroups, proc).read)
             for what in ("cpu", "memory", "io")
         ),
-        Sensor("major_faults", total, lambda: _stat(proc / "self")[9]),
+        Sensor("major_faults", Quantity.TOTAL, lambda: _stat(proc / "self")[9]),
         Sensor("cpu_mhz", level, thread.mhz),
         Sensor("numa_away", level, thread.is_away),
     ]

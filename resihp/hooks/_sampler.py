@@ -19,6 +19,7 @@ _EVERY_S = 1.0
 """Time between two readings of the quantities that are averaged."""
 _SHORTEST_S = 0.5
 """Shorter samples are not taken: their rates would say little."""
+_GROWING = (Quantity.TOTAL, Quantity.TIME)
 _VANISHED = (FileNotFoundError, ProcessLookupError)
 _OFF = ("0", "false", "no", "off")
 
@@ -54,19 +55,21 @@ class _Readings:
             return None
         if self.sensor.quantity is Quantity.LEVEL:
             return self.sum / self.count
-        return (self.last - self.first) / seconds
+        growth = (self.last - self.first) / seconds
+        # The clock is read before the sensors, which count on meanwhile.
+        return min(growth, 1.0) if self.sensor.quantity is Quantity.TIME else growth
 
     def restart(self) -> None:
-        self.first = self.last if self.sensor.quantity is Quantity.TOTAL else None
+        self.first = self.last if self.sensor.quantity in _GROWING else None
         self.last, self.sum, self.count = self.first, 0.0, 0
 
 
 class Sampler:
     """Samples of all sensors that this machine has; all methods are called by the sender's thread.
 
-    Totals are read as a sample is taken, so that a sample covers the whole time since the one
-    before. A sensor that is not there is left out silently; one that fails is counted and logged
-    once, and left out from then on.
+    Totals and times are read as a sample is taken, so that a sample covers the whole time since the
+    one before. A sensor that is not there is left out silently; one that fails is counted and
+    logged once, and left out from then on.
 
     find  makes the sensors of the machine, given the id of the training thread
     """
@@ -159,7 +162,7 @@ class Sampler:
         failed = []
         for readings in self._readings:
             sensor = readings.sensor
-            if (sensor.quantity is Quantity.TOTAL) is not totals:
+            if (sensor.quantity in _GROWING) is not totals:
                 continue
             try:
                 readings.add(sensor.read())

@@ -11,11 +11,13 @@ class Quantity(Enum):
     """Meaning of what a sensor reads.
 
     TOTAL   a count since some time; a sample holds its growth per second
+    TIME    the same of seconds; a sample holds the share of its time by which it grew, at most 1
     LEVEL   a present value; a sample holds its mean
     EVENTS  a code that is read once, 0 for none; a sample holds the last one
     """
 
     TOTAL = auto()
+    TIME = auto()
     LEVEL = auto()
     EVENTS = auto()
 

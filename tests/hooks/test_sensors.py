@@ -195,6 +195,15 @@ def test_waiting_faults_steal_pressure_frequency_and_numa(kernel):
     )
 
 
+def test_a_share_is_at_most_1_also_where_the_thread_waits_between_clock_and_reading(kernel):
+    kernel.thread(waited_s=0.0)
+    started(kernel)
+    kernel.thread(waited_s=2.3)
+    assert kernel.after(2.0).cpu_waiting == 1.0
+    kernel.thread(waited_s=3.3)
+    assert kernel.after(2.0).cpu_waiting == 0.5
+
+
 def test_names_of_any_bytes_and_a_node_without_cpus_silence_no_sensor(kernel):
     kernel.thread(waited_s=1.0)
     file = kernel.proc / f"self/task/{THREAD}/stat"
@@ -415,7 +424,7 @@ def test_every_sensor_is_a_field_of_a_sample(kernel):
     host, device = kernel.sensors(THREAD), device_sensors(clock(), Nvml())
     names = [sensor.name for sensor in (*host, *device)]
     assert sorted([*names, "busy"]) == sorted(SENSOR_NAMES)
-    assert {sensor.quantity for sensor in device} == set(Quantity)
+    assert {sensor.quantity for sensor in (*host, *device)} == set(Quantity)
 
 
 # Heartbeats
