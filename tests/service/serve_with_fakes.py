@@ -1,4 +1,7 @@
-"""The `serve` and `worker` commands with the stand-ins of this folder: a process for tests."""
+"""The `serve` and `worker` commands with the stand-ins of this folder: a process for tests.
+
+From SIGUSR1 on the supervisor's processes hang after 3 s of silence, until SIGUSR2 as before.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,10 @@ def main() -> None:
     parser.add_argument("--lease-s", type=float, default=2.0)
     parser.add_argument("--padding", type=int, default=0)
     parser.add_argument("--parent", type=int)
-    parser.add_argument("--hung-s", type=float, default=supervisor.HUNG_S)
     given = vars(parser.parse_args())
-    supervisor.HUNG_S = given.pop("hung_s")
+    usual_s = supervisor.HUNG_S
+    for number, hung_s in (signal.SIGUSR1, 3.0), (signal.SIGUSR2, usual_s):
+        signal.signal(number, lambda *_, hung_s=hung_s: setattr(supervisor, "HUNG_S", hung_s))
     FakeDetector.padding = given.pop("padding")
     only_worker = given.pop("only_worker")
     settings = Settings(redis_url=None, commit_every_s=0.2, **given)

@@ -50,12 +50,15 @@ def test_the_next_worker_does_not_wait_for_the_leases_of_the_last(tmp_path: Path
 
 
 def test_a_worker_and_an_api_that_hang_are_replaced(tmp_path: Path):
-    with Sidecar(tmp_path, command=FAKES, options=("--hung-s", "3")) as sidecar:
+    with Sidecar(tmp_path, command=FAKES) as sidecar:
         http = Http(sidecar.url)
         http.register(job_of())
         before = children(sidecar.pid)
         for pid in before.values():
             os.kill(pid, signal.SIGSTOP)
+        os.kill(sidecar.pid, signal.SIGUSR1)
+        eventually(lambda: not any(map(lives, before.values())))
+        os.kill(sidecar.pid, signal.SIGUSR2)  # the next ones may take longer to start
         eventually(lambda: replaced(before, children(sidecar.pid)))
         send(http, 0)
         send(http, 1)
