@@ -226,7 +226,9 @@ async def wait_for(check: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_the_delay_is_the_age_of_the_oldest_request_wherever_it_waits():
+def test_the_delay_is_the_age_of_the_oldest_request_wherever_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+):
     async def scenario() -> None:
         reports, requests, serves = Reports(), WaitingRequests(), asyncio.Event()
 
@@ -252,8 +254,10 @@ def test_the_delay_is_the_age_of_the_oldest_request_wherever_it_waits():
             await wait_for(lambda: found[-1] > 1.0)
             requests.remove("slow")
             await wait_for(lambda: found[-1] < 0.1)
+            monkeypatch.setattr(delay, "_FAILURE_S", 60.0)
             requests.fail()
             await wait_for(lambda: found[-1] >= PATIENCE_S)
+            monkeypatch.undo()
             await wait_for(lambda: found[-1] < 0.1)
         finally:
             reporter.cancel()
