@@ -62,6 +62,7 @@ def test_a_long_call_delays_no_other_and_ends_with_the_executor() -> None:
     executor = ProcessExecutor(time_limit_s=LONG_S)
     pid = executor.submit(os.getpid).result(WAIT_S)
     long = executor.submit(time.sleep, LONG_S)
+    eventually(executor._idle.empty)  # it has taken that process
     assert executor.submit(os.getpid).result(WAIT_S) != pid
     executor.close()
     assert not is_running(pid)
@@ -70,8 +71,9 @@ def test_a_long_call_delays_no_other_and_ends_with_the_executor() -> None:
 
 
 def test_a_call_beyond_the_limit_is_ended_with_its_process() -> None:
-    executor = ProcessExecutor(time_limit_s=3.0)
+    executor = ProcessExecutor(time_limit_s=WAIT_S)
     pid = executor.submit(os.getpid).result(WAIT_S)
+    executor._time_limit_s = 1.0
     with pytest.raises(TimeoutError):
         executor.submit(time.sleep, LONG_S).result(WAIT_S)
     assert not is_running(pid)
