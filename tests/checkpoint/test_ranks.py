@@ -23,6 +23,7 @@ from resihp.checkpoint import (
     LocalDisk,
     PeerMemory,
     SharedStorage,
+    checkpointer,
     vote,
 )
 from resihp.checkpoint.levels.level import CheckpointReader
@@ -321,6 +322,7 @@ def test_a_state_that_cannot_be_saved_on_one_rank_stalls_nobody(tmp_path: Path) 
 
 def late(rank: int, folder: Path) -> None:
     """Rank 1 is the last to write its part; rank 0 asks for the newest before that."""
+    checkpointer._SETTLE_TIMEOUT_S = 300.0  # for a disk that is busy
     state, disk = {f"part{rank}": torch.zeros(1000)}, SlowDisk(folder, 0.0)
     saver = Checkpointer([disk])
     for step in range(2):
