@@ -21,7 +21,7 @@ class Stream:
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.going, self.recorded = name, log, Event(), 0
-        self.reached_limit = Event()
+        self.reached_limit, self.has_all = Event(), Event()
 
     def wait_stream(self, other: Stream) -> None:
         """What comes here next comes after what the other has been told so far."""
@@ -32,6 +32,8 @@ class Stream:
         self.recorded += 1
         if self.recorded >= IN_FLIGHT:
             self.reached_limit.set()
+        if self.recorded >= CHUNKS:
+            self.has_all.set()
         return self
 
     def synchronize(self) -> None:
@@ -92,7 +94,7 @@ def test_a_fence_that_comes_early_makes_the_stream_wait_and_not_the_host(
         copier._stream = copying  # type: ignore[assignment]
         assert saver.save(0, state)
         saver.fence()  # no copy has ended yet
-        assert copying.recorded >= CHUNKS
+        assert copying.has_all.wait(PATIENCE_S), "the event of a copy comes after its order"
         assert log == ["copying after training", "training after copying"]
         assert disk.steps() == []
         copying.going.set()
