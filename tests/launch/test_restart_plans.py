@@ -164,7 +164,7 @@ def test_a_plan_from_before_the_job_is_refused_and_a_later_one_taken() -> None:
         sidecar.set(plan_of(0, 1, 2, version=2))
         until(lambda: poller.pending() is not None)
         sidecar.set(plan_of(0, 2, 3, version=3))
-        until(lambda: poller.pending().version == 3)  # type: ignore[union-attr]
+        until(lambda: (plan := poller.pending()) is not None and plan.version == 3)
 
 
 def test_a_plan_that_waits_ends_with_the_ranks_that_it_names() -> None:
