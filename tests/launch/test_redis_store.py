@@ -23,7 +23,7 @@ from resihp.launch.redis_store import RedisStore, open_redis
 from service.store.embedded_redis import EmbeddedRedis
 from tests.launch.launchers import launchers
 
-SECOND, MINUTE = timedelta(seconds=1), timedelta(minutes=1)
+MINUTE = timedelta(minutes=1)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_job_that_failed_begins_anew_and_one_that_completed_does_not(
     for says_so in (True, False):
         failed = nodes_of(redis)
         assert failed.is_coordinator
-        store = LauncherStore(RedisStore(redis.url, "job", SECOND))
+        store = LauncherStore(RedisStore(redis.url, "job", MINUTE))
         store.announce(NodeOffer(failed.id, 0, (0,)))
         assert store.publish(0, JobEnd(3, "a bug"))
         if says_so:
@@ -100,9 +100,9 @@ def test_a_job_that_failed_begins_anew_and_one_that_completed_does_not(
 def test_a_launcher_that_was_replaced_while_it_decided_follows(redis: EmbeddedRedis) -> None:
     """It slept a little longer than the time-out, and woke before it was given up."""
     slept = nodes_of(redis)
-    ranks = host_store("127.0.0.1", 0, SECOND)
+    ranks = host_store("127.0.0.1", 0, MINUTE)
     try:
-        store = LauncherStore(RedisStore(redis.url, "job", SECOND))
+        store = LauncherStore(RedisStore(redis.url, "job", MINUTE))
         other = NodeOffer("other", 1, (0,))
         store.announce(other)
         assert store.coordinate(other.id, after=slept.id)
