@@ -434,7 +434,7 @@ def added(before: dict[str, Any]) -> Counter[str]:
 
 def await_passing(is_over: Callable[[], bool]) -> None:
     """gloo closes a connection at the next tick of its loop."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not is_over() and time.monotonic() < deadline:
         time.sleep(0.01)
 
