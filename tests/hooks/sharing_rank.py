@@ -1,7 +1,8 @@
 """A rank as a process: records a step every `pause_s`, and answers to the lines of its input.
 
 `state` prints which step comes next and whether this process is the node's sender; `end`, or the
-end of the input, closes the monitor and prints its counts.
+end of the input, closes the monitor and prints its counts. `silence_s` is the time after which a
+silent sender of the node counts as stopped, and for which one that closes finishes its messages.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import sys
 import threading
 
 from resihp.contracts import Op
-from resihp.hooks import Monitor
+from resihp.hooks import Monitor, _node_link, _node_sender, _node_socket
 
 
 def main(url: str, options: str) -> None:
     given = json.loads(options)
-    pause_s = given.pop("pause_s", 0.01)
+    pause_s, silence_s = given.pop("pause_s", 0.01), given.pop("silence_s")
+    for module in (_node_link, _node_sender, _node_socket):
+        module.SILENCE_S = silence_s
+    _node_sender._CLOSE_S = silence_s
     monitor = Monitor(job="j", url=url, **given)
     while True:
         if select.select([sys.stdin], [], [], pause_s)[0]:

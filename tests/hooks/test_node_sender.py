@@ -21,7 +21,7 @@ import pytest
 from resihp.client import Client
 from resihp.contracts import Heartbeat, Job, Layout, Op, ServiceError, Status, TelemetryBatch
 from resihp.contracts.codec import WireFormat, decode, encode
-from resihp.hooks import Monitor
+from resihp.hooks import Monitor, _node_link, _node_sender, _node_socket
 from resihp.hooks._merger import (
     HeartbeatMerger,
     RankMessage,
@@ -29,12 +29,15 @@ from resihp.hooks._merger import (
     packed_heartbeat,
     packed_telemetry,
 )
-from resihp.hooks._node_socket import FrameKind, FrameSocket, NodeAddress
+from resihp.hooks._node_socket import SILENCE_S, FrameKind, FrameSocket, NodeAddress
 from resihp.hooks._pace import MessagePace
 from resihp.hooks._stats import FailureLog
 from service import Sidecar
 
 RANKS = 4
+PATIENCE_S = 60.0
+"""Silence of a sender that this machine may have held up: if another one took over, what was on its
+way would come twice."""
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 300.0) -> None:
@@ -135,6 +138,7 @@ class Rank:
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
         environment.pop("LOCAL_WORLD_SIZE", None)
         given = {"interval_s": 0.4, "heartbeat_s": 0.4, "sensors": False, **options}
+        given.setdefault("silence_s", PATIENCE_S)
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, str(script), url, json.dumps(given)], env=environment, text=True,
@@ -159,6 +163,14 @@ class Rank:
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of this process wait for a sender that is held up."""
+    for module in (_node_link, _node_sender, _node_socket):
+        monkeypatch.setattr(module, "SILENCE_S", PATIENCE_S)
+    monkeypatch.setattr(_node_sender, "_CLOSE_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -229,7 +241,7 @@ def test_heartbeats_of_a_host_share_messages_and_a_stack_is_asked_of_its_rank(si
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_another_rank_takes_over_from_a_sender_that_dies_or_stands_still(sidecar, start, by):
-    ranks = start(sidecar.url)
+    ranks = start(sidecar.url, silence_s=SILENCE_S if by == signal.SIGSTOP else PATIENCE_S)
     until_together(sidecar, RANKS)
     lost = sender_of(ranks)
     lost.process.send_signal(by)
