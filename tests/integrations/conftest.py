@@ -198,7 +198,10 @@ class InProcessSidecar:
 
 
 @pytest.fixture
-def sidecar() -> InProcessSidecar:
+def sidecar(monkeypatch: pytest.MonkeyPatch) -> InProcessSidecar:
+    """A sidecar that takes everything; trainings have time to send it, however busy this machine
+    is."""
+    monkeypatch.setattr("resihp.integrations._observer._END_TIMEOUT_S", 300.0)
     return InProcessSidecar()
 
 
