@@ -38,6 +38,7 @@ log = logger("resihp.app")
 # A request holds a connection for one command: more would not make it faster.
 _CONNECTIONS, _WATCHING_CONNECTIONS = 64, 16
 _CONNECTION_WAIT_S = 30.0
+_REDIS_ANSWER_S = 3.0  # for longer a request does not wait
 _NEWEST_JOBS = 10  # stay, however old
 _EXPIRE_EVERY_S = 3_600.0
 _CANCEL_EVERY_S = 0.2
@@ -140,7 +141,7 @@ def _connect(stack: contextlib.AsyncExitStack, url: str, connections: int) -> Re
     # Two quick retries bridge a restart of Redis; a time-out is not retried.
     retry = Retry(ConstantBackoff(0.2), 2, supported_errors=(redis.ConnectionError,))
     pool = BlockingConnectionPool.from_url(
-        url, protocol=2, socket_timeout=3, retry=retry,
+        url, protocol=2, socket_timeout=_REDIS_ANSWER_S, retry=retry,
         max_connections=connections, timeout=_CONNECTION_WAIT_S,
     )  # fmt: skip
     client = Redis.from_pool(pool)
@@ -151,7 +152,7 @@ def _connect(stack: contextlib.AsyncExitStack, url: str, connections: int) -> Re
 def check_redis(url: str) -> None:
     """Connect to Redis and close the connection. Raises `StartError`."""
     try:
-        with redis.Redis.from_url(url, protocol=2, socket_timeout=3) as client:
+        with redis.Redis.from_url(url, protocol=2, socket_timeout=_REDIS_ANSWER_S) as client:
             client.ping()
     except ValueError as error:
         raise StartError(f"not a Redis URL: {url}: {error}") from None

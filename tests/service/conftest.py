@@ -127,7 +127,10 @@ class Http:
 
 @contextlib.contextmanager
 def running(settings: Settings, adapters: AdapterFactory = fake_adapters) -> Iterator[Http]:
-    """A sidecar in a thread of this process, with the stand-ins if nothing else is given."""
+    """A sidecar in a thread of this process, with the stand-ins if nothing else is given.
+
+    Its Redis may be held up by whatever else this machine runs.
+    """
     app = create_app(settings, adapters)
     config = uvicorn.Config(
         app, http=TimedConnection, port=0, log_config=None, lifespan="on",
@@ -135,9 +138,11 @@ def running(settings: Settings, adapters: AdapterFactory = fake_adapters) -> Ite
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
-    thread.start()
     try:
-        eventually(lambda: server.started or not thread.is_alive())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("service.app._REDIS_ANSWER_S", 60.0)
+            thread.start()
+            eventually(lambda: server.started or not thread.is_alive())
         assert server.started
         port = server.servers[0].sockets[0].getsockname()[1]
         http = Http(f"http://127.0.0.1:{port}", app)
