@@ -109,7 +109,7 @@ def test_events_from_several_threads_are_all_kept() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=10)
+            thread.join(timeout=60)
     assert len(display.view.events) == 40
 
 

@@ -47,7 +47,7 @@ class Running:
     def __init__(self, ranks: LocalRanks, sidecar: Sidecar, folder: Path) -> None:
         self.ranks, self.sidecar, self.folder = ranks, sidecar, folder
         self.case = Case(GRID, 1_000_000, source=from_sidecar, timeouts=TIMEOUTS, step_s=0.2)
-        self.client = Client(sidecar.url)
+        self.client = Client(sidecar.url, timeout=60.0)
 
     def start(self, *ranks: int, joining: bool = False) -> None:
         """Start ranks of the layout, or such as join."""
@@ -79,7 +79,7 @@ class Running:
     def said(self) -> dict[str, Any]:
         """What the sidecar says of the job."""
         answer = urllib3.request(
-            "GET", f"{self.sidecar.url}/v1/jobs/job", retries=False, timeout=20.0
+            "GET", f"{self.sidecar.url}/v1/jobs/job", retries=False, timeout=60.0
         )
         document: dict[str, Any] = answer.json()
         return document

@@ -177,7 +177,7 @@ def test_the_sidecar_itself_restarts_a_job(tmp_path: Path, undisturbed: dict[int
     layout = Layout.grid(dp=RANKS, pp=1, tp=1, layers=2)
     job = Job(name="mine", layout=layout, microbatches=SAMPLES, actions=(Action.RESTART,))
     with Sidecar(tmp_path / "sidecar") as sidecar:
-        client = Client(sidecar.url)
+        client = Client(sidecar.url, timeout=60.0)
         client.register(job)
 
         def has_asked() -> bool:
@@ -203,7 +203,7 @@ def test_the_sidecar_itself_restarts_a_job(tmp_path: Path, undisturbed: dict[int
         assert (plan.layout.ranks, plan.action) == ((0, 2), Action.RESTART)
         deadline, answer = time.monotonic() + 60, {}
         while time.monotonic() < deadline:  # acknowledgements are accepted, then applied
-            answer = urllib3.request("GET", f"{sidecar.url}/v1/jobs/mine", timeout=20.0).json()
+            answer = urllib3.request("GET", f"{sidecar.url}/v1/jobs/mine", timeout=60.0).json()
             if answer["rollout"]["active"] == plan.version:
                 break
             time.sleep(0.1)

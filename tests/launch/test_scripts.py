@@ -70,7 +70,7 @@ def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> Non
             tmp_path, "--nproc-per-node=2", SCRIPT, str(STEPS), "-1", RESIHP_URL=sidecar.url
         )
         assert done.returncode == 0, done.stderr
-        client = Client(sidecar.url)
+        client = Client(sidecar.url, timeout=60.0)
         told = f"{sidecar.url}/v1/jobs/script/steps?after=-1"
         deadline, ranks, steps = time.monotonic() + 300, set[int](), list[int]()
         while ranks != {0, 1} or len(steps) < STEPS - 1:  # records are accepted, then applied
@@ -84,7 +84,7 @@ def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> Non
 
 def test_a_sidecar_that_wants_a_token_plans_for_a_script_that_has_it(tmp_path: Path) -> None:
     with Sidecar(tmp_path, options=("--token", "secret")) as sidecar:
-        client = Client(sidecar.url, "secret")
+        client = Client(sidecar.url, "secret", timeout=60.0)
         client.register(job_of(1))
         done = launched(
             tmp_path, "--nproc-per-node=2", SCRIPT, str(STEPS), "1",
