@@ -27,6 +27,7 @@ from resihp.contracts.codec import WireFormat, decode
 from service.launch import Sidecar
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+UNHURRIED = Path(__file__).with_name("unhurried.py")
 TIMEOUT_S = 400.0
 NOISE = 0.5
 """Share of the slow rank's excess time that others may lose to the load of this machine."""
@@ -75,10 +76,11 @@ def run(tmp_path: Path) -> Run:
     def start(
         example: str | Path, *options: str, ranks: int | None = 3, sidecar: str = ""
     ) -> Training:
+        script = (str(EXAMPLES / example), *options)
         if sidecar:
-            return _train(example, options, ranks, sidecar, tmp_path)
+            return _train(script, ranks, sidecar, tmp_path)
         with Sidecar(tmp_path / "sidecar") as service:
-            return _train(example, options, ranks, service.url, tmp_path)
+            return _train((str(UNHURRIED), *script), ranks, service.url, tmp_path)
 
     return start
 
@@ -95,12 +97,9 @@ def run_ranks(module: str, folder: Path, ranks: int) -> str:
     return ran.stdout + ran.stderr
 
 
-def _train(
-    example: str | Path, options: tuple[str, ...], ranks: int | None, url: str, folder: Path
-) -> Training:
+def _train(script: tuple[str, ...], ranks: int | None, url: str, folder: Path) -> Training:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    script = (*(launch if ranks else ()), str(EXAMPLES / example))
-    command = [sys.executable, *script, *options]
+    command = [sys.executable, *(launch if ranks else ()), *script]
     environment = {
         **os.environ,
         "RESIHP_URL": url,
