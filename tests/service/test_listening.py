@@ -127,9 +127,11 @@ class BeatingJob:
         eventually(lambda: self._applied() >= before + messages)
 
     def _applied(self) -> int:
-        text = self.http("GET", "/metrics").data.decode()
         mark = f'resihp_applied_messages_total{{job="{self.name}"}} '
-        return int(float(text.partition(mark)[2].split("\n")[0]))
+        return int(float(self._metrics().partition(mark)[2].split("\n")[0]))
+
+    def _metrics(self) -> str:
+        return self.http("GET", "/metrics").data.decode()
 
     def assert_only_a_silent_rank_dies(self) -> None:
         """All ranks live, and one that falls silent is found.
@@ -139,7 +141,11 @@ class BeatingJob:
         self.wait_until_heard(20)
         before = self.stopped()
         self.stops[3].set()
-        eventually(lambda: 3 in self.stopped())
+        try:
+            eventually(lambda: 3 in self.stopped())
+        except AssertionError:  # the service may not have listened
+            delay = re.findall(r"^resihp_api_delay.*$", self._metrics(), re.M)
+            raise AssertionError(self.http.get("/healthz"), delay) from None
         after = self.stopped()
         if self.held_up_s < HEARTBEAT_TIMEOUT_S / 2:
             assert (before, after) == (set(), {3})
