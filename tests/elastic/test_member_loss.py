@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from resihp.contracts import ContractError, FencedOutError
 from resihp.elastic.ddp.member_loss import MemberLossWatch
 from resihp.elastic.ddp.step import ReplicaCoordinates
+from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.consensus import RecoveryDecision
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, announce_death, connect, host_store
 
@@ -84,3 +89,32 @@ def test_a_process_that_is_a_replica_has_no_mates(
     before = sys.excepthook
     MemberLossWatch(rendezvous, ReplicaCoordinates(0, 4)).start()
     assert sys.excepthook is before
+
+
+def test_a_replica_that_comes_back_is_not_ended_for_the_loss_that_it_comes_back_from() -> None:
+    """While it waits for its invitation the survivors' decision is one without it."""
+    server = host_store("127.0.0.1", 0, timedelta(seconds=10))
+    store = connect("127.0.0.1", server.port, "job", PATIENT)
+    joiner = Rendezvous(lambda: connect("127.0.0.1", server.port, "job", PATIENT), 2, (), PATIENT)
+    watch = MemberLossWatch(joiner, ReplicaCoordinates(1, 2, 0, members=2))
+    joiner.start()
+    try:
+        lose_replica_1(store, joiner, recovery=0)
+        assert not watch.is_fenced_out()
+        joiner.enter(1, (0, 1, 2, 3))
+        lose_replica_1(store, joiner, recovery=1)
+        assert watch.is_fenced_out()
+    finally:
+        joiner.close()
+
+
+def lose_replica_1(store: dist.Store, seen_by: Rendezvous, recovery: int) -> None:
+    """Let the other replica decide without it, and wait until it has heard of the failure."""
+    decision = RecoveryDecision((0, 1), 0, 0, None, recovery + 1)
+    store.set(keys.decision(recovery), json.dumps(asdict(decision)))
+    store.set(keys.broken(recovery), "ranks [3] do not answer")
+    store.add(keys.SIGNAL, 1)
+    deadline = time.monotonic() + 60
+    while not seen_by.is_broken and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert seen_by.is_broken

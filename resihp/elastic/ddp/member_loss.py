@@ -71,7 +71,7 @@ class MemberLossWatch:
         with suppress(dist.DistError):  # the store is gone with the job
             while waited_s < _SILENCES * self._timeout_s:
                 lost = rendezvous.lost(self._mates, waited_s)
-                if lost or self._is_fenced_out():
+                if lost or self.is_fenced_out():
                     said = f"rank {min(lost)}" if lost else "a member"
                     return f"replica {self._coordinates.replica} has lost {said}"
                 time.sleep(rendezvous.pause_s)
@@ -81,7 +81,7 @@ class MemberLossWatch:
     def _watch(self) -> None:
         try:
             while not self._closed.wait(self._timeout_s / 4):
-                if self._rendezvous.is_broken and self._is_fenced_out():
+                if self._rendezvous.is_broken and self.is_fenced_out():
                     break
         except dist.DistError:
             return
@@ -93,10 +93,15 @@ class MemberLossWatch:
             sys.stderr.flush()
             os._exit(exit_status.FENCED_OUT)  # the blocked thread takes no exception
 
-    def _is_fenced_out(self) -> bool:
-        """Return True if the present recovery has ended without this rank."""
+    def is_fenced_out(self) -> bool:
+        """Return True if the present recovery has ended without this rank.
+
+        A joiner that waits for its invitation has no part in any yet.
+        """
         rendezvous = self._rendezvous
-        recovery = rendezvous.recovery
+        if rendezvous.rank not in rendezvous.alive:
+            return False
+        recovery = rendezvous.recovery  # set before `alive`: by now it is that of the invitation
         stores, key = rendezvous.stores, keys.decision(recovery)
         if not stores.ask(lambda: stores.store.check([key]), False):
             return False
