@@ -158,7 +158,8 @@ class FakeDetector:
     def save(self, arrays: dict[str, bytes] | None = None) -> bytes:
         known = {str(r): [v.status.value, v.slowdown, v.step] for r, v in self.known.items()}
         sent = [[*ends, *what] for ends, what in self.transfers.items()]
-        saved = [self.records, self.checksum, self.plan_version, known, sent]
+        beats = list(self.beats.items())
+        saved = [self.records, self.checksum, self.plan_version, known, sent, beats]
         return json.dumps(saved).encode() + b" " * self.padding
 
     @classmethod
@@ -166,7 +167,9 @@ class FakeDetector:
         cls, job: Job, state: bytes, arrays: Mapping[str, bytes] | None = None
     ) -> FakeDetector:
         detector = cls(job)
-        detector.records, detector.checksum, detector.plan_version, known, sent = json.loads(state)
+        *counts, known, sent, beats = json.loads(state)
+        detector.records, detector.checksum, detector.plan_version = counts
+        detector.beats = dict(map(tuple, beats))
         detector.transfers = {(rank, peer): (ms, step) for rank, peer, ms, step in sent}
         for rank, (status, slowdown, step) in known.items():
             detector.known[int(rank)] = Verdict(
