@@ -208,6 +208,17 @@ def test_counters_of_a_step_are_in_the_store_until_the_next_one() -> None:
     claims.close()
 
 
+def test_a_replica_computes_while_its_claim_is_answered() -> None:
+    store = SlowStore()
+    claims = claims_on(store, patience_s=60.0)
+    claims.begin(0, 0, own=0)
+    answer = claims.add(0, OWNER)
+    assert not claims.is_answering, "nothing was waited for"
+    store.opened.set()
+    assert answer() == OWNER
+    claims.close()
+
+
 def test_an_answer_that_does_not_come_is_unknown_and_so_are_later_ones() -> None:
     store = SlowStore()
     claims = claims_on(store, patience_s=0.05)
