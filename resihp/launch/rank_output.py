@@ -16,7 +16,7 @@ from .options import Output
 
 PATIENCE_S = 1.0
 """Longest wait for the output of a rank that has ended: a child may keep its pipe open."""
-_LAST_LINES = 20
+_LAST_LINES = 60
 _LONGEST_LINE = 1 << 14
 """Bytes from which on a line is passed on in parts, of which the last one is kept."""
 _READ_BYTES = 1 << 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import SIGABRT
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
 SHORT_ATTEMPT_S = 600.0
@@ -20,6 +21,14 @@ _DEVICE_WORDS = (
     "cudnn_status_execution_failed",
     "xid",
 )
+_SCRIPT_WORDS = (
+    "cuda error: device-side assert",
+    "cuda error: out of memory",
+    "cuda error: misaligned address",
+    "cuda error: invalid",
+    "cuda error: no kernel image",
+)
+"""Errors of CUDA that a script makes on any device, as an index beyond the end of a table does."""
 _LOST_PEER_WORDS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -27,7 +36,10 @@ _LOST_PEER_WORDS = (
     "ncclremoteerror",
     "remote process exited",
 )
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
+_EXCEPTION = re.compile(
+    r"(?:\[rank\d+\]: )?([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*)"
+)
+"""torch sets the rank before each line of a traceback, once there are process groups."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,8 @@ class Failure:
     @property
     def is_of_device(self) -> bool:
         """True if the words of the error are those of a broken accelerator or network card."""
-        return self._says(_DEVICE_WORDS) and not self.is_of_lost_peer
+        is_device = self._says(_DEVICE_WORDS) and not self._says(_SCRIPT_WORDS)
+        return is_device and not self.is_of_lost_peer
 
     @property
     def is_of_lost_peer(self) -> bool:
@@ -63,16 +76,24 @@ class Failure:
     @property
     def is_of_script(self) -> bool:
         """True if the script ended by itself, and not by a signal, its device or another rank."""
-        return self.status > 0 and not self.is_of_device and not self.is_of_lost_peer
+        return self._has_raised and not self.is_of_device and not self.is_of_lost_peer
+
+    @property
+    def _has_raised(self) -> bool:
+        """True if an exception ended the rank; after an error of CUDA torch's destructors abort."""
+        is_abort = self.status == -SIGABRT and _EXCEPTION.fullmatch(self.message) is not None
+        return self.status > 0 or is_abort
 
     def _says(self, words: Sequence[str]) -> bool:
         message = self.message.lower()
-        return self.status > 0 and any(word in message for word in words)
+        return self._has_raised and any(word in message for word in words)
 
     def __str__(self) -> str:
         if self.node is not None:
             return f"node {self.node} was lost"
         how = f"killed by signal {-self.status}" if self.status < 0 else f"status {self.status}"
+        if self.status < 0 and self._has_raised:
+            how += f" after {self.message}"
         return f"rank {self.rank} failed ({how})"
 
 
@@ -83,7 +104,9 @@ def error_line(stderr: str) -> str:
     'ValueError: no sample'
     """
     lines = stderr.splitlines() or ["no message"]
-    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
+    named = (found for line in reversed(lines) if (found := _EXCEPTION.fullmatch(line)))
+    first = next(named, None)
+    return lines[-1] if first is None else first.group(1)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,49 @@ def test_an_error_of_the_device_is_not_the_scripts() -> None:
     assert not decide([device] * ATTEMPTS_WITHOUT_PROGRESS).restarts
 
 
+AFTER_AN_ASSERT = """\
+/pytorch/aten/src/ATen/native/cuda/IndexKernel.cu:111: Assertion `index < sizes[i]` failed.
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 8, in <module>
+[rank1]: torch.AcceleratorError: CUDA error: {}
+[rank1]: Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+terminate called after throwing an instance of 'c10::AcceleratorError'
+  what():  CUDA error: {}
+
+Exception raised from get at /pytorch/c10/cuda/CUDACachingAllocator.cpp:948
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f8f9597305d in libc10.so)
+"""
+"""Stderr of a rank whose process aborts at its end, as torch 2.11 left it on an H200."""
+
+
+@pytest.mark.parametrize("status", [1, -6])
+@pytest.mark.parametrize(
+    ("error", "is_of_device"),
+    [
+        ("device-side assert triggered", False),
+        ("out of memory", False),
+        ("unspecified launch failure", True),
+        ("uncorrectable ECC error encountered", True),
+    ],
+)
+def test_an_error_of_cuda_is_found_before_the_abort_that_it_leads_to(
+    status: int, error: str, is_of_device: bool
+) -> None:
+    message = error_line(AFTER_AN_ASSERT.format(error, error))
+    assert message == f"torch.AcceleratorError: CUDA error: {error}"
+    failure = failed(status, message, 6)
+    assert failure.is_of_device == is_of_device
+    assert failure.is_of_script != is_of_device
+    assert decide([failure, failure]).restarts == is_of_device
+
+
+def test_an_abort_without_an_exception_is_not_the_scripts() -> None:
+    abort = failed(-6, "terminate called without an active exception", 6)
+    assert not abort.is_of_script
+    assert not abort.is_of_device
+
+
 @pytest.mark.parametrize(
     "message",
     [
