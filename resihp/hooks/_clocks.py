@@ -23,31 +23,48 @@ class HostClock:
 class CudaClock:
     """Events in the current CUDA stream; they are read later, by the sender's thread.
 
-    No call here waits for the device. `cuda` is the module `torch.cuda` or a stand-in. Events are
-    reused, because making one costs more than recording it. While the current stream is being
-    captured into a graph no time can be measured, and `stamp` returns None.
+    No call here waits for the device. Events are reused, because making one costs more than
+    recording it. While the current stream is being captured into a graph no time can be measured,
+    and `stamp` returns None.
+
+    cuda     the module `torch.cuda` or a stand-in
+    handles  returns the handle of a device's current stream; by `cuda` where None, which makes an
+             object for each call
     """
 
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Any, handles: Callable[[int], int] | None = None) -> None:
+        self._cuda, self._handles = cuda, handles
         self._device = cuda.current_device()
+        self._streams: dict[int, Any] = {}
         self._free: deque[Any] = deque()
         self._reference: Any = None
         self._reference_ms = 0.0
 
     def stamp(self) -> Any:
         """Record an event at the end of the current stream. Called by the training thread."""
+        handles = self._handles
         if self._cuda.is_current_stream_capturing():
             return None
         try:
             event = self._free.pop()
         except IndexError:
             event = self._cuda.Event(enable_timing=True)
-        event.record()
+        if handles is None:
+            event.record(self._cuda.current_stream())
+            return event
+        handle = handles(self._device)
+        try:
+            stream = self._streams[handle]
+        except KeyError:
+            stream = self._streams[handle] = self._cuda.current_stream(self._device)
+        event.record(stream)
         return event
 
     def stream(self) -> int:
         """Return the handle of the current stream."""
+        handles = self._handles
+        if handles is not None:
+            return handles(self._device)
         return int(self._cuda.current_stream().cuda_stream)
 
     def adopt_thread(self) -> None:
@@ -81,7 +98,9 @@ class CudaClock:
 
 def running_cuda() -> CudaClock | None:
     """Return a clock for CUDA if this process uses it already; never load or initialize it."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return None
-    return CudaClock(cuda)
+    handles = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+    return CudaClock(cuda, handles)

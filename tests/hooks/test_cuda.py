@@ -27,6 +27,9 @@ class Stream:
     def current_device(self):
         return 5
 
+    def current_stream(self, device=5):
+        return self
+
     def set_device(self, device):
         self.adopted.append(device)
 
@@ -44,7 +47,8 @@ class _Event:
     def __init__(self, stream) -> None:
         self.stream, self.at_ms = stream, None
 
-    def record(self):
+    def record(self, stream):
+        self.recorded_on = stream
         if self.stream.broken:
             raise RuntimeError("device lost")
         self.at_ms = self.stream.now_ms
@@ -101,6 +105,22 @@ def test_events_are_used_again(monitor, stream, wait_until):
         stream.done_ms = stream.now_ms
         wait_until(lambda turn=turn: monitor.stats.sent == 2 * (turn + 1))
     assert stream.events_made == 8
+
+
+def test_a_stream_is_asked_for_once(stream, monkeypatch):
+    streams, asked, current = {3: object(), 4: object()}, [], [3]
+
+    def current_stream(device):
+        asked.append((device, *current))
+        return streams[current[0]]
+
+    monkeypatch.setattr(stream, "current_stream", current_stream)
+    clock = CudaClock(stream, lambda device: current[0])
+    for handle in (3, 3, 4, 3, 4):
+        current[0] = handle
+        assert clock.stamp().recorded_on is streams[handle]
+        assert clock.stream() == handle
+    assert asked == [(5, 3), (5, 4)]
 
 
 def test_a_graph_capture_is_left_alone(monitor, stream, sidecar):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -15,12 +13,13 @@ from tests.hooks.test_cuda import Stream
 
 
 class Device(Stream):
-    """A device with a current stream."""
+    """A device whose current stream has a handle."""
 
     handle = 7
 
-    def current_stream(self):
-        return SimpleNamespace(cuda_stream=self.handle)
+    @property
+    def cuda_stream(self):
+        return self.handle
 
 
 class Work(torch.distributed.Work):
