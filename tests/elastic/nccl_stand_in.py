@@ -6,11 +6,13 @@ They exchange CPU tensors by gloo and behave towards their caller as NCCL does: 
 host, a work ends late, an abort frees this rank alone and tells its peers nothing. Each of these is
 a mistake, which `mistakes` names:
 
-- `wait` with a time-out (it aborts the communicator), or for a work that has not ended (the stream
-  of the caller would wait for a peer that may be lost);
-- an abort outside of an NCCL group while work is in progress, or a second one;
+- `wait` (it aborts the communicator alone if the work has failed), `exception` (torch 2.11 cannot
+  hand it over), or `synchronize` for a work that has not ended (the stream of the caller would wait
+  for a peer that may be lost);
+- an abort while a kernel of another communicator of this thread waits for a peer and is not aborted
+  at the same time, or a second one;
 - `shutdown`, or a connected communicator that is freed without abort: both wait for all peers;
-- a blocking connection; torch's watchdog, which ends the process;
+- a blocking connection; torch's watchdog, which ends the process, or its sleep of a minute;
 - of `ProcessGroupNCCL2`: a communicator that cannot be reconfigured, handles that are not those of
   its members in their order, a number that was used before.
 """
@@ -19,18 +21,21 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 MOST = timedelta(seconds=5)
 """For which an aborted exchange may keep its thread, as none of NCCL's would."""
-_groups = threading.local()
+_alive: dict[int, WeakSet[StandInNccl]] = {}
+"""Communicators by the thread that made them: it is a rank in the tests."""
 
 
 class StandInWork:
@@ -42,16 +47,22 @@ class StandInWork:
     def is_completed(self) -> bool:
         return self._communicator.is_aborted or self.future.done()
 
-    def exception(self) -> BaseException | None:
-        if self._communicator.is_aborted:
-            return RuntimeError("NCCL communicator was aborted")
-        return self.future.exception() if self.future.done() else None
+    def query(self) -> bool:
+        """Whether the device has ended it: a lost peer leaves the kernel waiting for an abort."""
+        has_failed = self.future.done() and self.future.exception() is not None
+        return self._communicator.is_aborted or (self.future.done() and not has_failed)
+
+    def exception(self) -> None:
+        self._communicator.refuse("exception")
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self._communicator.refuse("a stream that waits for a work that has not ended")
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is not None:
-            self._communicator.refuse("wait with a time-out")
-        if not self.is_completed():
-            self._communicator.refuse("wait for a work that has not ended")
+        """Of a reconfiguration, which is no collective."""
+        if self in self._communicator.works:
+            self._communicator.refuse("wait")
         return True
 
 
@@ -70,14 +81,17 @@ class StandInNccl:
         self._member = (store, rank, size)
         self._timeout = min(options._timeout, MOST)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stand-in")
-        self._works: list[StandInWork] = []
+        self.works: list[StandInWork] = []
+        self._of_thread = _alive.setdefault(threading.get_ident(), WeakSet())
+        self._of_thread.add(self)
         self.check_options(options)
 
     def check_options(self, options: Any) -> None:
         if options.config.blocking:
             self.refuse("a blocking connection")
-        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0":
-            self.refuse("torch's watchdog")
+        for name in ("ASYNC_ERROR_HANDLING", "WAIT_TIMEOUT_DUMP_MILSEC"):
+            if os.environ.get(f"TORCH_NCCL_{name}") != "0":
+                self.refuse("torch's watchdog")
 
     def __del__(self) -> None:
         if self.is_connected and not self.is_aborted:
@@ -115,22 +129,22 @@ class StandInNccl:
             raise dist.DistBackendError("NCCL communicator was aborted")
         gloo = self._gloo
         future = self._thread.submit(lambda: collective(gloo.result()).wait())
-        self._works.append(StandInWork(self, future))
-        return self._works[-1]
+        self.works.append(StandInWork(self, future))
+        return self.works[-1]
 
-    def _group_start(self) -> None:
-        _groups.depth = getattr(_groups, "depth", 0) + 1
-
-    def _group_end(self) -> None:
-        _groups.depth -= 1
+    @property
+    def is_busy(self) -> bool:
+        return any(not work.query() for work in self.works)
 
     def abort(self) -> None:
         if self.is_aborted:
             self.refuse("a second abort")
-        is_busy = any(not work.is_completed() for work in self._works)
-        if is_busy and not getattr(_groups, "depth", 0):
-            self.refuse("an abort outside of a group")
-        self.is_aborted = True
+        was_busy, self.is_aborted = self.is_busy, True
+        end = time.monotonic() + MOST.total_seconds()
+        while was_busy and any(other.is_busy for other in self._of_thread):
+            if time.monotonic() > end:
+                self.refuse("an abort that waits for the kernel of another communicator")
+            time.sleep(1e-3)
 
     def shutdown(self) -> None:
         self.refuse("shutdown")

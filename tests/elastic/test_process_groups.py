@@ -84,7 +84,13 @@ def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if is_of_a_device(request.param):
         monkeypatch.setattr(dist, "ProcessGroupNCCL", StandInNccl, raising=False)
         monkeypatch.setattr(StandInNccl, "mistakes", [])
-        for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "NONBLOCKING_TIMEOUT"):
+        monkeypatch.setattr(request.param, "_event_behind", lambda self, work: work)
+        for name in (
+            "ASYNC_ERROR_HANDLING",
+            "ENABLE_MONITORING",
+            "NONBLOCKING_TIMEOUT",
+            "WAIT_TIMEOUT_DUMP_MILSEC",
+        ):
             monkeypatch.setenv(f"TORCH_NCCL_{name}", "0")  # restored after the test
     if request.param is DeviceCommunicators:
         monkeypatch.setattr(dist, "ProcessGroupNCCL2", StandInNccl2, raising=False)
@@ -518,12 +524,11 @@ def test_the_stand_ins_have_what_torch_has() -> None:
     """Made on a machine without a device too; a communicator cannot be."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout, options.config.blocking = SHORT, 0
-    used = {"_group_start", "_group_end", "abort", "eager_connect_single_device", "rank"}
+    used = {"abort", "eager_connect_single_device", "rank"}
     used |= {"allreduce", "allgather", "broadcast", "alltoall_base"}
     assert used <= set(dir(StandInNccl)) & set(dir(dist.ProcessGroupNCCL))
     if NO_RECONFIGURE is None:
         options.enable_reconfigure = True
-        used -= {"_group_start", "_group_end"}
         used |= {"get_reconfigure_handle", "reconfigure"}
         assert used <= set(dir(StandInNccl2)) & set(dir(dist.ProcessGroupNCCL2))
 
@@ -539,23 +544,30 @@ def test_the_stand_in_refuses_illegal_orders(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(AssertionError, match="watchdog"):
         StandInNccl(dist.HashStore(), 0, 1, options)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    alone = StandInNccl(dist.HashStore(), 0, 2, options)
-    alone._gloo = Future()  # its peer does not come before all of this is done
-    work = alone.allreduce([torch.zeros(1)])
+    with pytest.raises(AssertionError, match="watchdog"):
+        StandInNccl(dist.HashStore(), 0, 1, options)
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
+    alone, other = (StandInNccl(dist.HashStore(), 0, 2, options) for _ in range(2))
+    alone._gloo, other._gloo = Future(), Future()  # their peers do not come before all of this
+    work, waiting = (each.allreduce([torch.zeros(1)]) for each in (alone, other))
     for mistake in [
         lambda: work.wait(timedelta(seconds=1)),
         work.wait,
-        alone.abort,
+        work.exception,
+        work.synchronize,
         alone.shutdown,
     ]:
         with pytest.raises(AssertionError):
             mistake()
-    alone._group_start()
-    alone.abort()
-    alone._group_end()
+    monkeypatch.setattr("tests.elastic.nccl_stand_in.MOST", timedelta(0))
+    with pytest.raises(AssertionError, match="kernel of another"):
+        alone.abort()
+    assert not waiting.is_completed()
+    other.abort()
     assert work.is_completed()
     with pytest.raises(AssertionError, match="second"):
         alone.abort()
     with pytest.raises(dist.DistBackendError):
         alone.allreduce([torch.zeros(1)])
-    alone._gloo.set_exception(RuntimeError("its peer did not come"))
+    for each in (alone, other):
+        each._gloo.set_exception(RuntimeError("its peer did not come"))

@@ -127,7 +127,7 @@ class ProcessGroupFactory:
         try:
             return self.communicators.is_done(work)
         except RuntimeError as error:
-            raise PeerLostError(f"lost a peer among {list(ranks)}") from error
+            raise PeerLostError(f"lost a peer among {list(ranks)}: {error}") from error
 
 
 class AbortableProcessGroup:

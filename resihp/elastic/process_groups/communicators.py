@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -153,6 +154,33 @@ class Communicators(ABC):
         if self.is_aborted:
             raise PeerLostError(ABORTED)
 
+    def _poll_slice(self, work: dist.Work) -> bool:
+        """`is_done` where nothing of `work` blocks the host.
+
+        torch calls a work completed that has failed, too, and does not tell it apart
+        (`Work.exception` raises `TypeError` in torch 2.11); `Work.wait` would abort its
+        communicator alone. A failed one does not end on the device before an abort.
+        """
+        end = time.monotonic() + SLICE.total_seconds()
+        if not _comes(work.is_completed, end):
+            return False
+        if not _comes(self._event_behind(work).query, end):
+            return False
+        if self.is_aborted:
+            raise RuntimeError(ABORTED)
+        work.synchronize()  # orders the caller's stream behind the work's
+        return True
+
+    def _event_behind(self, work: dist.Work) -> Any:
+        """Event of the device that comes once `work` has ended there."""
+        with torch.cuda.stream(self._ends):
+            work.synchronize()
+            return self._ends.record_event()
+
+    @cached_property
+    def _ends(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
     # What follows is all that `_create` leaves to do; for gloo that is nothing.
 
     def _join(  # noqa: B027
@@ -167,6 +195,15 @@ class Communicators(ABC):
         """Prepare a communicator that was not aborted for its destructor."""
 
 
+def _comes(has_come: Callable[[], bool], end: float) -> bool:
+    """Poll until `end` of the monotonic clock at most."""
+    while not has_come():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
 def wait_slice(work: dist.Work) -> bool:
     """`Communicators.is_done` where `work.wait` blocks the host and may be called again."""
     try:
@@ -176,18 +213,4 @@ def wait_slice(work: dist.Work) -> bool:
             return False
         # It may have ended between the timeout and this line: ask for its outcome again.
         work.wait()
-    return True
-
-
-def poll_slice(work: dist.Work) -> bool:
-    """`Communicators.is_done` where `work.wait` makes a stream wait, and a time-out is an abort."""
-    end = time.monotonic() + SLICE.total_seconds()
-    while not work.is_completed():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_POLL_S)
-    error = work.exception()
-    if error is not None:
-        raise RuntimeError(str(error))
-    work.wait()  # orders the caller's stream behind the work's; it has ended
     return True

@@ -1,11 +1,12 @@
 """NCCL communicators, aborted together and built anew, for torch 2.11 to 2.13.
 
-Not yet run on a device: the tests hold the order of the calls against a stand-in.
+The tests hold the order of the calls against a stand-in; `benchmarks.gpu` runs them on a device.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from .communicators import Communicators, Member, poll_slice
+from .communicators import Communicators, Member
 
 _REFUSED: dict[tuple[int, ...], str] = {
     (2, 25, 1): "hangs in abort; 2.26.2 does not",
@@ -24,19 +25,24 @@ _REFUSED: dict[tuple[int, ...], str] = {
 """Versions of NCCL that cannot abort a communicator."""
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+_DUMP_WAIT = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 
 class NcclCommunicators(Communicators):
     """Communicators of `ProcessGroupNCCL`.
 
-    A loss aborts all of them in one NCCL group: aborted one by one, each may wait for a kernel of
-    another one. No communicator is shrunk (`shrink_group` with an abort hangs on NCCL 2.31), and
-    none is destroyed: a destructor waits for all peers. Communicators are built without blocking,
-    so that one whose peer dies meanwhile can be aborted; torch waits for them for the time-out of
-    the first build (`TORCH_NCCL_NONBLOCKING_TIMEOUT`). torch's watchdog would end the process when
-    a peer is lost; it is switched off (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`), as is the monitor of
-    the watchdog, in this process. All these variables are set where they are unset.
+    A loss aborts all of them at the same time, each in a thread: an abort frees memory, which waits
+    for the kernels of those that are not aborted yet. (A group of NCCL calls does not reach torch's
+    abort, which runs in a thread of its own.) No communicator is shrunk (`shrink_group` with an
+    abort hangs on NCCL 2.31), and none is destroyed: a destructor waits for all peers.
+    Communicators are built without blocking, so that one whose peer dies meanwhile can be aborted;
+    torch waits for them for the time-out of the first build (`TORCH_NCCL_NONBLOCKING_TIMEOUT`).
+    torch's watchdog would end the process when a peer is lost; it is switched off
+    (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`), as is the monitor of the watchdog, in this process. The
+    watchdog of a communicator that has failed also sleeps for a minute, to have other ranks dump
+    their records, and its destructor waits for that: not here
+    (`TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=0`). All these variables are set where they are unset.
     """
 
     name = "nccl"
@@ -48,11 +54,11 @@ class NcclCommunicators(Communicators):
 
     def is_done(self, work: dist.Work) -> bool:
         """Wait one slice; True once `work` has ended. Raises `RuntimeError` if it has failed."""
-        return poll_slice(work)
+        return self._poll_slice(work)
 
     def _create(self, member: Member, threads: int) -> dist.ProcessGroup:
         """Make a communicator; `_join` connects it. NCCL has no threads for collectives."""
-        for name in (_ERROR_HANDLING, _MONITORING):
+        for name in (_ERROR_HANDLING, _MONITORING, _DUMP_WAIT):
             os.environ.setdefault(name, "0")
         connect_s = ceil(self._connect_timeout.total_seconds())
         os.environ.setdefault(_NONBLOCKING_TIMEOUT, str(connect_s))
@@ -77,13 +83,14 @@ class NcclCommunicators(Communicators):
                     raise RuntimeError(f"not all of {member.size} members have connected")
 
     def _abort(self, communicators: Sequence[dist.ProcessGroup]) -> None:
-        first: Any = communicators[0]
-        first._group_start()
-        try:
-            for communicator in communicators:
-                communicator.abort()
-        finally:
-            first._group_end()
+        threads = [
+            threading.Thread(target=communicator.abort, name="resihp-abort", daemon=True)
+            for communicator in communicators
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def _close(self, communicator: dist.ProcessGroup) -> None:
         self._abort([communicator])

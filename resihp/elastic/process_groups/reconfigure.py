@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from .communicators import SLICE, Communicators, Member, poll_slice, wait_slice
+from .communicators import SLICE, Communicators, Member, wait_slice
 from .gloo import gloo_backend, gloo_interface, gloo_options, gloo_refusal
 from .nccl import current_device, nccl_refusal
 
@@ -42,7 +42,7 @@ class ReconfigurableCommunicators(Communicators):
 
     def is_done(self, work: dist.Work) -> bool:
         """Wait one slice; True once `work` has ended. Raises `RuntimeError` if it has failed."""
-        return wait_slice(work) if self.device.type == "cpu" else poll_slice(work)
+        return wait_slice(work) if self.device.type == "cpu" else self._poll_slice(work)
 
     def _create(self, member: Member, threads: int) -> dist.ProcessGroup:
         """Make a communicator without peers, of one backend: torch configures no other."""
