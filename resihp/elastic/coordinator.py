@@ -99,7 +99,8 @@ class ReshardCoordinator:
             check_plan(plan, parameters, current.microbatches)
         except ContractError as error:
             return str(error)
-        return self._context.budget.refusal(current.layout, plan.layout, parameters, copies)
+        budget = self._context.budget.on(self._context.setup.device)
+        return budget.refusal(current.layout, plan.layout, parameters, copies)
 
     @property
     def is_transferring(self) -> bool:

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -55,6 +55,9 @@ class ReshardBudget:
                  refused; after a failure, the limit is exceeded instead
     attach       ranks of one host read each other's memory where the system permits it; otherwise
                  they exchange through sockets, as between hosts
+
+    Both concern the host's memory. On a device state is not spilled, and half of what is free there
+    is the limit, if that is more.
     """
 
     limit_bytes: int = 256 << 20
@@ -71,6 +74,14 @@ class ReshardBudget:
     def buffer_bytes(self) -> int:
         """Part of the limit for the transfer buffers."""
         return min(16 << 20, self.limit_bytes // 4)
+
+    def on(self, device: torch.device) -> ReshardBudget:
+        """The same for state in the memory of a device, as it is now."""
+        if device.type == "cpu":
+            return self
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return replace(self, limit_bytes=max(self.limit_bytes, (free + cached) // 2), spill=None)
 
     def excess(self, held_twice: int) -> int:
         """Part of `held_twice` bytes that is beyond the limit."""

@@ -263,12 +263,12 @@ class Generation:
             return PendingShard(build_shard(model, optimizer, groups, current=current))
         old = current.ranges if current is not None else {}
         new = holdings(groups.layout, model.parameters)[context.rendezvous.rank]
-        excess = context.budget.excess(held_twice(old, new, optimizer.copies + 1))
-        spilled = Spill()
-        if context.budget.spill is not None:
+        budget, spilled = context.budget.on(context.setup.device), Spill()
+        if budget.spill is not None:
+            excess = budget.excess(held_twice(old, new, optimizer.copies + 1))
             spilled = to_spill(received_bytes(old, new), excess, optimizer.copies)
         is_repair = self.lost is not None
-        allocator = ShardAllocator(spilled, context.budget.spill, is_forced=is_repair)
+        allocator = ShardAllocator(spilled, budget.spill, is_forced=is_repair)
         shard = build_shard(model, optimizer, groups, current=current, allot=allocator.allot)
         others = {} if is_repair else unshared(shard, current)
         gradients = {param: allocator.gradient(param, tensor) for param, tensor in others.items()}
