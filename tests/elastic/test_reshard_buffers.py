@@ -76,6 +76,21 @@ def test_a_plan_is_refused_only_where_nothing_can_be_spilled(tmp_path: Path) -> 
     assert "twice" in why
 
 
+def test_on_a_device_nothing_is_spilled_and_its_free_memory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"mem_get_info": (1 << 30, 1 << 32), "memory_reserved": 3 << 29}
+    for name, found in {**sizes, "memory_allocated": 1 << 29}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    budget, device = ReshardBudget(1 << 12, tmp_path), torch.device("cuda", 0)
+    assert budget.on(torch.device("cpu")) is budget
+    assert budget.on(device) == ReshardBudget(1 << 30, None)  # half of free and of cached
+    assert ReshardBudget(1 << 31).on(device).limit_bytes == 1 << 31
+    assert budget.on(device).buffer_bytes >= budget.buffer_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (-(1 << 30), 1 << 32))
+    assert budget.on(device).refusal(GRID, UNEVEN, PARAMETERS, COPIES) is not None
+
+
 def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="limit_bytes"):
         ReshardBudget(0)

@@ -1,8 +1,8 @@
 """Gloo communicators of a device's tensors, which travel through pinned memory of the host.
 
 For ranks that share a device, which NCCL refuses, and for torch builds without NCCL. Gloo itself
-knows too few collectives of CUDA tensors. Not yet run on a device: the tests hold the order of the
-copies against stand-ins.
+knows too few collectives of CUDA tensors. The tests hold the order of the copies against stand-ins;
+`benchmarks.gpu` runs them on a device.
 """
 
 from __future__ import annotations
