@@ -40,6 +40,7 @@ from resihp.elastic.state.phases import Phase
 from resihp.elastic.step import ReducedStep, Setup
 from resihp.elastic.trainer import Trainer
 from resihp.testing.local_ranks import LocalRanks
+from resihp.testing.ordinary_loops import SHARED_DEVICE
 
 TINY = ModelShape(layers=LAYERS, hidden=64, heads=8, kv_heads=8, ffn=96, vocab=4096)
 MODELS = {
@@ -64,6 +65,7 @@ WARM_CHANGES = 5
 class EngineJob:
     """What four ranks do.
 
+    groups  name of the maker of process groups on a device
     plans   taken on one after the other, each as soon as it can be
     killed  the point at which rank `VICTIM` kills itself; "": nowhere
     """
@@ -71,37 +73,39 @@ class EngineJob:
     shape: ModelShape
     device: str
     layout: Layout = TWO_STAGES
+    groups: str = "staged"
     steps: int = STEPS
     plans: tuple[Plan, ...] = ()
     killed: str = ""
 
 
-def need_gloo(device: str) -> None:
-    """Use gloo in the ranks started from here, through the host where there is a device.
+def need_groups(device: str, maker: str = "staged") -> None:
+    """Use these process groups in the ranks started from here, gloo's on the CPU.
 
     Raises `NotRunError` if the runtime has none for the device.
     """
-    os.environ[VARIABLE] = "gloo" if device == "cpu" else "staged"
+    chosen = {VARIABLE: "gloo" if device == "cpu" else maker, **SHARED_DEVICE}
     try:
-        select_communicators(first_device(device), os.environ)
+        select_communicators(first_device(device), chosen)
     except ContractError as error:
         raise NotRunError(f"not possible: {error}") from error
+    os.environ |= chosen
 
 
 def change(device: str, small: bool, size: str, name: str) -> Iterator[Row]:
     """One change of layout: the longest pause of a rank, beside a usual step."""
-    need_gloo(device)
+    need_groups(device)
     shape = TINY if small else MODELS[size]
     one = next(one for one in CHANGES if one.name == name)
     found = live(shape, one, attach=False, device=device)
     yield Row(f"{size}, {name}: pause", found["pause_ms"], "ms", found["old"], "a step before it")
 
 
-def kill(device: str, small: bool, point: str) -> Iterator[Row]:
+def kill(device: str, small: bool, point: str, maker: str = "staged") -> Iterator[Row]:
     """A rank killed in mid-step: time until the others have made that step."""
-    need_gloo(device)
+    need_groups(device, maker)
     plans = (_plan(1, ONE_STAGE),) if point == IN_PAUSE else ()
-    job = EngineJob(_shape(small), device, plans=plans, killed=point)
+    job = EngineJob(_shape(small), device, groups=maker, plans=plans, killed=point)
     with _played(job) as folder:
         died = told(folder, VICTIM, "killed")[0]
         after = [e for e in told(folder, 0, "step") if e["at"] > died["at"]]
@@ -109,13 +113,16 @@ def kill(device: str, small: bool, point: str) -> Iterator[Row]:
         passes = [e for rank in (0, 1) for e in told(folder, rank, "microbatch")]
     usual_s = statistics.median(b - a for a, b in pairwise(before))
     again = sum(e["step"] == after[0]["step"] for e in passes) - MICROBATCHES
-    name, took_s = f"SIGKILL in {point}: until the step is made", after[0]["at"] - died["at"]
+    name, took_s = (
+        f"{maker}: SIGKILL in {point}: until the step is made",
+        after[0]["at"] - died["at"],
+    )
     yield Row(name, took_s, "s", usual_s, "a usual step", f"{again} of {MICROBATCHES} done again")
 
 
 def changes_in_a_row(device: str, small: bool, count: int) -> Iterator[Row]:
     """What is still held after so many changes of layout between two layouts."""
-    need_gloo(device)
+    need_groups(device)
     layouts = (TWO_STAGES, ONE_STAGE)
     plans = tuple(_plan(version, layouts[version % 2]) for version in range(1, count + 1))
     with _played(EngineJob(_shape(small), device, steps=3 * count + 3, plans=plans)) as folder:
@@ -126,15 +133,15 @@ def changes_in_a_row(device: str, small: bool, count: int) -> Iterator[Row]:
         yield Row(name, last[kind] / per, unit, first[kind] / per, "after the first ones")
 
 
-def losses(device: str, small: bool) -> Iterator[Row]:
+def losses(device: str, small: bool, maker: str = "staged") -> Iterator[Row]:
     """The largest difference of a step's loss to that of the same job on the CPU."""
-    need_gloo(device)
+    need_groups(device, maker)
     found = []
     for where in ("cpu", device):
-        with _played(EngineJob(_shape(small), where, steps=5)) as folder:
+        with _played(EngineJob(_shape(small), where, groups=maker, steps=5)) as folder:
             found.append([e["loss"] for e in told(folder, 0, "step")])
     apart = max(abs(b / a - 1) for a, b in zip(*found, strict=True))
-    yield Row("loss of 5 steps, from the CPU's", apart, "relative", 1e-4, "of fp32 sums")
+    yield Row(f"{maker}: loss of 5 steps, from the CPU's", apart, "relative", 1e-4, "of fp32 sums")
 
 
 def _shape(small: bool) -> ModelShape:
@@ -157,6 +164,8 @@ def _played(job: EngineJob, wait_s: float = 100.0) -> Iterator[Path]:
 def run_rank(rank: int, host: str, port: int, job: EngineJob, folder: Path) -> None:
     """One rank's process."""
     torch.set_num_threads(1)
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    os.environ[VARIABLE] = "gloo" if job.device == "cpu" else job.groups
     diary = Diary(folder, rank)
 
     def come_to(point: str) -> None:

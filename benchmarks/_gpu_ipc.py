@@ -26,6 +26,7 @@ def hand_over(device: str, small: bool) -> Iterator[Row]:
     owner.start()
     try:
         proof = _received(here)
+        torch.zeros(1, device=first_device(device))  # starts CUDA in this process
         begun = time.perf_counter()
         source = queue.get(timeout=_WAIT_S)
         opened_ms = (time.perf_counter() - begun) * 1e3

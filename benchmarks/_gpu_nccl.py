@@ -42,16 +42,8 @@ from resihp.elastic.rendezvous import keys
 from resihp.elastic.rendezvous.liveness import ProcessHistory
 from resihp.elastic.rendezvous.store import Timeouts, connect
 from resihp.testing.local_ranks import LocalRanks
+from resihp.testing.ordinary_loops import SHARED_DEVICE
 
-ENVIRONMENT = {
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "2",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-}
 MAKERS: dict[str, type[Communicators]] = {
     maker.name: maker
     for maker in (GlooCommunicators, ReconfigurableCommunicators, NcclCommunicators)
@@ -105,7 +97,7 @@ def _need(maker: str, device: str) -> None:
     reason = MAKERS[maker].refusal(first_device(device))
     if reason is not None:
         raise NotRunError(f"not possible: {reason}")
-    os.environ |= ENVIRONMENT
+    os.environ |= SHARED_DEVICE
 
 
 def _rows(name: str, folder: Path, times: int) -> Iterator[Row]:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks._gpu_rows import NotRunError
+
 WAIT_S = 60.0
+_MPS, _MPS_START_S = "nvidia-cuda-mps-control", 1.0
 
 
 def held(device: str) -> dict[str, int]:
@@ -41,6 +48,29 @@ def synchronize(device: str) -> None:
     """Wait for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+@contextmanager
+def side_by_side(device: str) -> Iterator[None]:
+    """Have kernels of several processes run at the same time, by CUDA's Multi-Process Service.
+
+    Without it they take turns of milliseconds, in which a kernel that waits for another process
+    takes time from that process. Raises `NotRunError` where the service is not installed.
+    """
+    if device != "cuda":
+        yield
+        return
+    if shutil.which(_MPS) is None:
+        raise NotRunError(f"not run: there is no {_MPS} to have ranks compute side by side")
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        with subprocess.Popen([_MPS, "-f"], stdout=subprocess.DEVNULL) as service:
+            try:
+                time.sleep(_MPS_START_S)
+                yield
+            finally:
+                subprocess.run([_MPS], input=b"quit\n", timeout=WAIT_S, check=False)
+                service.kill()
 
 
 class Diary:

@@ -1,7 +1,8 @@
 """What only a CUDA device can show, in three parts of at most nine minutes: `make gpu`.
 
 1  hooks and `instrument` on a device, CUDA graphs, and checkpoints through pinned memory
-2  the elastic engine, four ranks on one device
+2  four ranks on one device: the elastic engine, over the host and over NCCL, and ordinary loops
+   with a slow rank
 3  NCCL, one to three ranks on one device, and hand-over by CUDA IPC
 
 Each part ends with one table. Every row runs in processes of its own with a deadline, so that a row
@@ -31,9 +32,10 @@ CHANGES = (
     "3 -> 4 ranks",
     "quotas only",
 )
-_HOOKS, _CHECKPOINT, _ENGINE, _NCCL, _IPC = (
-    f"benchmarks._gpu_{name}" for name in ("hooks", "checkpoint", "engine", "nccl", "ipc")
+_HOOKS, _CHECKPOINT, _ENGINE, _NCCL, _IPC, _LOOPS = (
+    f"benchmarks._gpu_{name}" for name in ("hooks", "checkpoint", "engine", "nccl", "ipc", "loops")
 )
+KINDS = ("ddp", "fsdp2", "tensor_parallel", "1f1b")
 MODES = (
     "ResiHP",
     "dcp.async_save, thread",
@@ -130,15 +132,10 @@ def _checkpoint_s(gib: float) -> float:
 def _engine(device: str, small: bool) -> list[Measurement]:
     common = {"device": device, "small": small}
     sizes = {"31M": 60.0} if small else {"31M": 60.0, "1B": 120.0}
+    makers = ("gloo",) if small else ("staged", "nccl")
     times = 6 if small else 50
     return [
-        Measurement("loss of 5 steps, from the CPU's", f"{_ENGINE}:losses", common, 120),
-        *(
-            Measurement(
-                f"SIGKILL in {point}", f"{_ENGINE}:kill", {**common, "point": point}, 90
-            )
-            for point in ("forward", "backward", "the pause")
-        ),
+        *(one for maker in makers for one in _faults(maker, common)),
         *(
             Measurement(
                 f"{size}, {name}: pause",
@@ -153,7 +150,25 @@ def _engine(device: str, small: bool) -> list[Measurement]:
             f"{times} changes of layout", f"{_ENGINE}:changes_in_a_row",
             {**common, "count": times}, 110,
         ),
+        *(
+            Measurement(f"{kind} over NCCL: {what}", f"{_LOOPS}:{what}", {**common, "kind": kind})
+            for kind in KINDS
+            for what in ("named", "profiled")
+        ),
     ]  # fmt: skip
+
+
+def _faults(maker: str, common: dict[str, Any]) -> list[Measurement]:
+    common = {**common, "maker": maker}
+    return [
+        Measurement(f"{maker}: loss of 5 steps, from the CPU's", f"{_ENGINE}:losses", common, 60),
+        *(
+            Measurement(
+                f"{maker}: SIGKILL in {point}", f"{_ENGINE}:kill", {**common, "point": point}
+            )
+            for point in ("forward", "backward", "the pause")
+        ),
+    ]
 
 
 def _groups(device: str, small: bool) -> list[Measurement]:
@@ -180,7 +195,7 @@ def _groups_of(maker: str, common: dict[str, Any], times: int) -> list[Measureme
 
 PARTS: dict[int, tuple[str, Callable[[str, bool], list[Measurement]]]] = {
     1: ("hooks, instrument and checkpoints on a device", _hooks_and_checkpoints),
-    2: ("the elastic engine, four ranks on one device over staged gloo", _engine),
+    2: ("four ranks on one device: the elastic engine, and ordinary loops", _engine),
     3: ("NCCL with several ranks on one device, and CUDA IPC", _groups),
 }
 

@@ -1,13 +1,16 @@
 """Training loops as people write them, on several processes, with one device that turns slow.
 
-Nothing in a loop knows of ResiHP but one call of `resihp.instrument`. The devices are emulated:
-each layer sleeps in its forward and backward pass for what its microbatch's work would take, longer
-on the slow device. Lengths of documents differ by rank, step and microbatch.
+Nothing in a loop knows of ResiHP but one call of `resihp.instrument`. The devices' speed is
+emulated: each layer sleeps in its forward and backward pass for what its microbatch's work would
+take, longer on the slow device. On CUDA the stream sleeps, and the host goes on; all ranks share
+one device, and exchange by NCCL as if they were on hosts of their own. Lengths of documents differ
+by rank, step and microbatch.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +33,18 @@ from resihp.contracts.codec import WireFormat, decode
 
 WIDTH, LAYERS, TOKENS = 32, 4, 256
 _MS_PER_TOKEN, _MS_PER_SQUARE = 0.005, 0.00002
+SHARED_DEVICE = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
+"""Environment in which several ranks of NCCL share a device, if each has a `NCCL_HOSTID`: they
+reach each other through loopback sockets."""
+_CALIBRATION_CYCLES = 20_000_000
 _kept: list[object] = []
 """Until the process has ended: torch's destructors may wait for its threads with the GIL held."""
 
@@ -78,6 +93,18 @@ class EmulatedDevice:
     pace: float = 1.0
     step: int = 0
     works_ms: list[float] = field(default_factory=lambda: [1.0])
+    kind: str = "cpu"
+    cycles_per_ms: float = 0.0
+
+    def join(self, store: dist.Store, ranks: int) -> None:
+        """Make the process group of all ranks, for tensors of this device."""
+        backend = "gloo"
+        if self.kind == "cuda":
+            backend = "nccl"
+            os.environ |= {**SHARED_DEVICE, "NCCL_HOSTID": f"rank{self.rank}"}
+            torch.cuda.set_device(0)
+            self.cycles_per_ms = _cycles_per_ms()
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=ranks)
 
     def run(self, op: str, microbatch: int) -> None:
         """Sleep for one layer's pass; a backward pass takes twice as long."""
@@ -86,7 +113,22 @@ class EmulatedDevice:
         slow = self.slow
         if self.rank == slow.rank and op in slow.ops and self.step >= slow.since:
             ms *= slow.factor
-        time.sleep(ms * 1e-3)
+        if self.kind == "cuda":
+            torch.cuda._sleep(int(ms * self.cycles_per_ms))
+        else:
+            time.sleep(ms * 1e-3)
+
+
+def _cycles_per_ms() -> float:
+    """Clock of the device, by the fastest of a few sleeps."""
+    found = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        torch.cuda._sleep(_CALIBRATION_CYCLES)
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - begun)
+    return _CALIBRATION_CYCLES / (min(found) * 1e3)
 
 
 class _Run(torch.autograd.Function):
@@ -192,6 +234,8 @@ class OrdinaryLoop:
     pace: float = 1.0
     """Time of a healthy device over that by `forward_ms`."""
     links: PacedLinks = PacedLinks()
+    device: str = "cpu"
+    """"cuda": all ranks share the first one."""
 
 
 class RecordingClient(Client):
@@ -245,8 +289,8 @@ class RankLoop:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=loop.ranks)
-        device = EmulatedDevice(rank, loop.slow, loop.pace)
+        device = EmulatedDevice(rank, loop.slow, loop.pace, kind=loop.device)
+        device.join(store, loop.ranks)
         if loop.links.ms:
             loop.links.hold(device)
         target, steps = LOOPS[loop.kind](loop, rank, device)
@@ -285,7 +329,7 @@ def run_loop(rank: int, host: str, port: int, loop: OrdinaryLoop, stop: Path | N
     )
     for _ in own.train():
         if stop is not None:
-            stopped = torch.tensor(float(stop.exists()))
+            stopped = torch.tensor(float(stop.exists()), device=loop.device)
             dist.all_reduce(stopped)
             if stopped:
                 break
@@ -309,14 +353,15 @@ def _plain_steps(loop: OrdinaryLoop, rank: int, device: EmulatedDevice, model: A
                 with nullcontext() if is_last else no_sync():
                     edges = torch.tensor([0, *each]).cumsum(0)
                     rows = sum(each) if isinstance(loop.documents, PaddedLengths) else 8
-                    loss = model(torch.randn(1, rows, WIDTH), cu_seqlens=edges).square().mean()
+                    inputs = torch.randn(1, rows, WIDTH, device=loop.device)
+                    loss = model(inputs, cu_seqlens=edges.to(loop.device)).square().mean()
                     loss.backward()
 
         yield run
 
 
 def _ddp(loop: OrdinaryLoop, rank: int, device: EmulatedDevice) -> tuple[Any, Steps]:
-    model = DistributedDataParallel(PacedBlocks(device))
+    model = DistributedDataParallel(PacedBlocks(device).to(loop.device))
     return model, _plain_steps(loop, rank, device, model)
 
 
@@ -327,8 +372,8 @@ def _fsdp(
     from torch.distributed.fsdp import fully_shard
 
     names = ("replicate", "shard")[-max(1, len(shape)) :]
-    mesh = init_device_mesh("cpu", shape or (loop.ranks,), mesh_dim_names=names)
-    model = PacedBlocks(device)
+    mesh = init_device_mesh(loop.device, shape or (loop.ranks,), mesh_dim_names=names)
+    model = PacedBlocks(device).to(loop.device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -349,8 +394,8 @@ def _tensor_parallel(loop: OrdinaryLoop, rank: int, device: EmulatedDevice) -> t
         parallelize_module,
     )
 
-    mesh = init_device_mesh("cpu", (loop.ranks // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = PacedBlocks(device)
+    mesh = init_device_mesh(loop.device, (loop.ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = PacedBlocks(device).to(loop.device)
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
@@ -368,18 +413,18 @@ def _pipeline(
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     depth, replicas = 2, loop.ranks // 2
-    mesh = init_device_mesh("cpu", (depth, replicas), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(loop.device, (depth, replicas), mesh_dim_names=("pp", "dp"))
     at, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    group = mesh["pp"].get_group()
+    group, where = mesh["pp"].get_group(), torch.device(loop.device)
     stages = []
     for chunk in range(chunks):
-        part: Any = _PacedStage(device, LAYERS // chunks)
+        part: Any = _PacedStage(device, LAYERS // chunks).to(loop.device)
         if chunks == 1:
             part = DistributedDataParallel(part, process_group=mesh["dp"].get_group())
         else:
             fully_shard(part, mesh=mesh["dp"])
         number = at + chunk * depth
-        stages.append(PipelineStage(part, number, depth * chunks, torch.device("cpu"), group=group))
+        stages.append(PipelineStage(part, number, depth * chunks, where, group=group))
     kind = get_schedule_class(name)
     held: Any = stages if chunks > 1 else stages[0]
     count = loop.microbatches
@@ -392,11 +437,13 @@ def _pipeline(
             device.works_ms = [forward_ms(each) for each in lengths]
 
             width = max(map(len, lengths))
-            rows = torch.tensor([each + [0] * (width - len(each)) for each in lengths])
+            padded = [each + [0] * (width - len(each)) for each in lengths]
+            rows = torch.tensor(padded, device=loop.device)
 
             def run(rows: torch.Tensor = rows) -> None:
-                inputs = [torch.randn(count, 8, WIDTH)] if stages[0].is_first else []
-                aims = {"target": torch.zeros(count, 8, WIDTH)} if last else {}
+                shape = (count, 8, WIDTH)
+                inputs = [torch.randn(shape, device=where)] if stages[0].is_first else []
+                aims = {"target": torch.zeros(shape, device=where)} if last else {}
                 schedule.step(*inputs, seq_lens=rows, **aims)
 
             yield run

@@ -1,7 +1,8 @@
 """Ordinary training loops recorded by the profiler of PyTorch, one file for each rank.
 
 The loops mark nothing by themselves. The devices are emulated: a layer's time is that of an
-autograd function that sleeps, which the profiler shows as an operator of the host.
+autograd function that sleeps, which the profiler shows as an operator of the host, or on CUDA as a
+kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from .ordinary_loops import OrdinaryLoop, RankLoop
 SKIPPED_STEPS = 2
 """First steps, which prepare much that later ones find: not recorded."""
 _PATIENCE_S = 240.0
+_ACTIVITIES = {
+    "cpu": [ProfilerActivity.CPU],
+    "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA],
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def run_profiled(
             next(steps)
     dist.barrier()
     with profile(
-        activities=[ProfilerActivity.CPU],
+        activities=_ACTIVITIES[loop.device],
         schedule=plan if choice.marks_steps else None,
         on_trace_ready=lambda done: done.export_chrome_trace(str(folder / f"rank{rank}.json.gz")),
         record_shapes=choice.shapes,

@@ -1,0 +1,108 @@
+"""Ordinary loops of four ranks on one device, one of them slow: is it named, and after how long?
+
+The ranks exchange by NCCL through loopback sockets (`resihp.testing.ordinary_loops`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks._gpu_ranks import side_by_side
+from benchmarks._gpu_rows import NotRunError, Row
+from benchmarks.hooks import sink
+from resihp.contracts import Job, Status, from_json
+from resihp.testing.local_ranks import LocalRanks
+from resihp.testing.ordinary_loops import (
+    TOKENS,
+    OrdinaryLoop,
+    PaddedLengths,
+    SlowRank,
+    recorded_batches,
+    run_loop,
+)
+from resihp.testing.profiled_loops import record_loop
+
+RANKS, SLOW, FACTOR = 4, 1, 1.5
+STEPS, ONSET, PROFILED_STEPS = 34, 10, 14
+PACES = {"ddp": 2.0, "fsdp2": 4.0, "tensor_parallel": 4.0, "1f1b": 1.0}
+"""Time of a healthy device's microbatch over 20 ms: more where more of a step is NCCL's."""
+PATIENCE_S = 90.0
+_STEPS_ASKED = 8.0
+
+
+def loop_of(kind: str, device: str, small: bool, steps: int, slow: SlowRank) -> OrdinaryLoop:
+    """A loop of these ranks."""
+    return OrdinaryLoop(
+        kind, steps, slow, microbatches=4 if kind == "1f1b" else 1, job=kind, ranks=RANKS,
+        pace=PACES[kind] * (0.2 if small else 1.0), device=device,
+    )  # fmt: skip
+
+
+def named(device: str, small: bool, kind: str, slow: int = SLOW) -> Iterator[Row]:
+    """Slow steps of a rank until `instrument` and the detector name it; -1: no rank is slow."""
+    with side_by_side(device), tempfile.TemporaryDirectory() as name, sink() as address:
+        folder = Path(name)
+        loop = loop_of(kind, device, small, STEPS, SlowRank(slow, FACTOR, since=ONSET))
+        found = run_recorded(loop, address, folder)
+    at = found.pop(slow, None)
+    others = f"also named: {found}" if found else ""
+    words = f"{kind}, rank {slow} {FACTOR}x slow" if slow >= 0 else f"{kind}, all healthy"
+    if slow < 0:
+        yield Row(f"{words}: ranks named", len(found), "", 0.0, "none", others)
+    elif at is None:
+        yield Row(f"{words}: steps until it is named", note=f"missed. {others}")
+    else:
+        steps = at - ONSET + 1
+        yield Row(f"{words}: steps until it is named", steps, "", _STEPS_ASKED, "asked", others)
+
+
+def run_recorded(loop: OrdinaryLoop, address: str, folder: Path) -> dict[int, int]:
+    """Run a loop whose ranks keep what they send in `folder`; the step in which each rank that the
+    detector calls slow was first called so."""
+    detectors = _needed("detector")
+    sent = folder / "sent"
+    sent.mkdir()
+    recorded = replace(loop, url=address, recording=sent)
+    with LocalRanks(loop.job, folder / "logs") as ranks:
+        ranks.start(range(loop.ranks), run_loop, recorded)
+        if any(ranks.wait(PATIENCE_S).values()):
+            raise RuntimeError(ranks.logs())
+    job = from_json(Job, json.loads((sent / "job.json").read_text()))
+    detector, found = detectors.Detector(job), dict[int, int]()
+    for batch in recorded_batches(sent):
+        for verdict in detector.update(batch):
+            if verdict.status is Status.FAIL_SLOW:
+                found.setdefault(verdict.rank, int(batch.step[0]))
+    return found
+
+
+def profiled(device: str, small: bool, kind: str) -> Iterator[Row]:
+    """The slow rank by what torch's profiler records of a loop that nothing else observes."""
+    offline = _needed("resihp.offline")
+    with side_by_side(device), tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        loop = loop_of(kind, device, small, PROFILED_STEPS, SlowRank(SLOW, FACTOR))
+        least = TOKENS - 1 if loop.microbatches > 1 else TOKENS // 2  # stages take one shape
+        record_loop(replace(loop, documents=PaddedLengths(0, least=least)), folder)
+        result = offline.analyze(offline.read_trace(folder))
+    verdicts = {
+        each.rank: each.slowdown for each in result.verdicts if each.status is Status.FAIL_SLOW
+    }
+    at = verdicts.pop(SLOW, None)
+    others = f"also named: {sorted(verdicts)}" if verdicts else ""
+    name = f"{kind}, profiler's files: slowdown of rank {SLOW}"
+    yield Row(name, at, "x", FACTOR, "made", others if at is not None else f"missed. {others}")
+
+
+def _needed(module: str) -> Any:
+    """Return a module of what judges. Raises `NotRunError` where its packages are missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise NotRunError(f"not run: {error}") from error
