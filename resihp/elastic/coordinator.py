@@ -13,6 +13,7 @@ from resihp.contracts import ContractError, Plan
 from .checkpointing.protocol import StateManager
 from .microbatches.ledger import SurvivingSum, indices, spans
 from .process_groups.abortable import close_groups
+from .process_groups.communicators import at_once
 from .rendezvous.proposals import Proposal, ProposalBoard
 from .reshard.build import Generation, ReshardContext
 from .reshard.transfer import StateTransfer
@@ -251,16 +252,14 @@ class ReshardCoordinator:
         self._state.update(step, norm)
 
     def abort_groups(self) -> None:
-        """Abort the process groups of the present and the next generation.
+        """Abort the process groups of the present and the next generation, at the same time.
 
         After a failure, and at the end of the job; those used later belong to a later generation.
         """
         state = self._state
-        if state.engine is not None:
-            state.engine.groups.everyone.abort()
-        for generation in (state.preparing, state.in_doubt):
-            if generation is not None:
-                generation.abort_groups()
+        present = [] if state.engine is None else [state.engine.groups.everyone.abort]
+        others = (state.preparing, state.in_doubt)
+        at_once([*present, *(other.abort_groups for other in others if other is not None)])
 
     def abort(self) -> None:
         """Stay in the committed generation; stop and close everything of the next one."""

@@ -9,8 +9,8 @@ a mistake, which `mistakes` names:
 - `wait` (it aborts the communicator alone if the work has failed), `exception` (torch 2.11 cannot
   hand it over), or `synchronize` for a work that has not ended (the stream of the caller would wait
   for a peer that may be lost);
-- an abort while a kernel of another communicator of this thread waits for a peer and is not aborted
-  at the same time, or a second one;
+- an abort while a kernel of one of its `siblings` waits for a peer and is not aborted at the same
+  time, or a second one;
 - `shutdown`, or a connected communicator that is freed without abort: both wait for all peers;
 - a blocking connection; torch's watchdog, which ends the process, or its sleep of a minute;
 - of `ProcessGroupNCCL2`: a communicator that cannot be reconfigured, handles that are not those of
@@ -20,22 +20,18 @@ a mistake, which `mistakes` names:
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 MOST = timedelta(seconds=5)
 """For which an aborted exchange may keep its thread, as none of NCCL's would."""
-_alive: dict[int, WeakSet[StandInNccl]] = {}
-"""Communicators by the thread that made them: it is a rank in the tests."""
 
 
 class StandInWork:
@@ -82,8 +78,7 @@ class StandInNccl:
         self._timeout = min(options._timeout, MOST)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stand-in")
         self.works: list[StandInWork] = []
-        self._of_thread = _alive.setdefault(threading.get_ident(), WeakSet())
-        self._of_thread.add(self)
+        self.siblings: Callable[[], Iterable[StandInNccl]] = lambda: ()
         self.check_options(options)
 
     def check_options(self, options: Any) -> None:
@@ -141,7 +136,7 @@ class StandInNccl:
             self.refuse("a second abort")
         was_busy, self.is_aborted = self.is_busy, True
         end = time.monotonic() + MOST.total_seconds()
-        while was_busy and any(other.is_busy for other in self._of_thread):
+        while was_busy and any(other.is_busy for other in self.siblings()):
             if time.monotonic() > end:
                 self.refuse("an abort that waits for the kernel of another communicator")
             time.sleep(1e-3)

@@ -31,7 +31,7 @@ from resihp.elastic.process_groups.abortable import (
     WaitClock,
     close_groups,
 )
-from resihp.elastic.process_groups.communicators import CPU, Communicators
+from resihp.elastic.process_groups.communicators import CPU, Communicators, at_once
 from resihp.elastic.process_groups.gloo import GlooCommunicators
 from resihp.elastic.process_groups.nccl import NcclCommunicators, version_refusal
 from resihp.elastic.process_groups.reconfigure import ReconfigurableCommunicators
@@ -85,6 +85,14 @@ def maker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setattr(dist, "ProcessGroupNCCL", StandInNccl, raising=False)
         monkeypatch.setattr(StandInNccl, "mistakes", [])
         monkeypatch.setattr(request.param, "_event_behind", lambda self, work: work)
+        create = request.param._create
+
+        def create_sibling(self: Communicators, *arguments: Any) -> Any:
+            communicator = create(self, *arguments)
+            communicator.siblings = lambda: tuple(self._open)
+            return communicator
+
+        monkeypatch.setattr(request.param, "_create", create_sibling)
         for name in (
             "ASYNC_ERROR_HANDLING",
             "ENABLE_MONITORING",
@@ -533,6 +541,38 @@ def test_the_stand_ins_have_what_torch_has() -> None:
         assert used <= set(dir(StandInNccl2)) & set(dir(dist.ProcessGroupNCCL2))
 
 
+def test_communicators_with_a_lost_peer_are_aborted_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One after the other they would wait for each other: the stand-in refuses that."""
+    monkeypatch.setattr(StandInNccl, "mistakes", [])
+    for name in ("ASYNC_ERROR_HANDLING", "WAIT_TIMEOUT_DUMP_MILSEC"):
+        monkeypatch.setenv(f"TORCH_NCCL_{name}", "0")
+    options = StandInNccl.Options()
+    options.config.blocking = 0
+    worlds = [StandInNccl(dist.HashStore(), 0, 2, options) for _ in range(3)]
+    for world in worlds:
+        world.siblings = lambda: worlds
+        world._gloo = Future()
+        world.allreduce([torch.zeros(1)])
+    at_once([world.abort for world in worlds])
+    assert all(world.is_aborted for world in worlds)
+    assert StandInNccl.mistakes == []
+    for world in worlds:
+        world._gloo.set_exception(RuntimeError("its peer did not come"))
+
+
+def test_an_abort_that_fails_is_told_once_all_have_ended() -> None:
+    ended = threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="device is lost"):
+        at_once([fail, ended.set])
+    assert ended.is_set()
+
+
 def test_the_stand_in_refuses_illegal_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that cannot fail is none: each mistake, made on purpose."""
     monkeypatch.setattr(StandInNccl, "mistakes", [])
@@ -548,6 +588,7 @@ def test_the_stand_in_refuses_illegal_orders(monkeypatch: pytest.MonkeyPatch) ->
         StandInNccl(dist.HashStore(), 0, 1, options)
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
     alone, other = (StandInNccl(dist.HashStore(), 0, 2, options) for _ in range(2))
+    alone.siblings = lambda: [other]
     alone._gloo, other._gloo = Future(), Future()  # their peers do not come before all of this
     work, waiting = (each.allreduce([torch.zeros(1)]) for each in (alone, other))
     for mistake in [

@@ -6,6 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -193,6 +194,22 @@ class Communicators(ABC):
 
     def _close(self, communicator: dist.ProcessGroup) -> None:  # noqa: B027
         """Prepare a communicator that was not aborted for its destructor."""
+
+
+def at_once(aborts: Sequence[Callable[[], None]]) -> None:
+    """Call all of `aborts`, each in a thread; return when the last one has.
+
+    On a device an abort frees memory, which waits for the kernels of communicators that are not
+    aborted yet. Raises what the first of them raised.
+    """
+    if len(aborts) < 2:
+        for abort in aborts:
+            abort()
+        return
+    with ThreadPoolExecutor(len(aborts), "resihp-abort") as threads:
+        ended = [threads.submit(abort) for abort in aborts]
+    for one in ended:
+        one.result()
 
 
 def _comes(has_come: Callable[[], bool], end: float) -> bool:

@@ -6,7 +6,6 @@ The tests hold the order of the calls against a stand-in; `benchmarks.gpu` runs 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from .communicators import Communicators, Member
+from .communicators import Communicators, Member, at_once
 
 _REFUSED: dict[tuple[int, ...], str] = {
     (2, 25, 1): "hangs in abort; 2.26.2 does not",
@@ -83,14 +82,7 @@ class NcclCommunicators(Communicators):
                     raise RuntimeError(f"not all of {member.size} members have connected")
 
     def _abort(self, communicators: Sequence[dist.ProcessGroup]) -> None:
-        threads = [
-            threading.Thread(target=communicator.abort, name="resihp-abort", daemon=True)
-            for communicator in communicators
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once([communicator.abort for communicator in communicators])
 
     def _close(self, communicator: dist.ProcessGroup) -> None:
         self._abort([communicator])
