@@ -1,9 +1,11 @@
-"""One rank of `benchmarks.restart`: FSDP2 over all ranks, with checkpoints in one of two ways.
+"""One rank of `benchmarks.restart`, with checkpoints in one of two ways.
 
-`_restart_worker.py WAY SIZE FOLDER STEPS LOST_AT END` under torchrun or `resihp run`; WAY is
-"memory" (`resihp.checkpoint` with `NodeMemory`, each step) or "dcp" (`torch.distributed.checkpoint`
-to FOLDER, each tenth step). Rank 1 ends in the first attempt in the middle of step LOST_AT: END is
-"kill", or "device" for the words of a broken one.
+`_restart_worker.py LOOP WAY SIZE FOLDER STEPS LOST_AT END` under a launcher; LOOP is "fsdp2", over
+all ranks, or "tp" (FSDP2 over two replicas of two tensor-parallel ranks each; of three ranks over
+one); WAY is "memory" (`resihp.checkpoint` with `NodeMemory`, each step) or "dcp"
+(`torch.distributed.checkpoint` to FOLDER, each tenth step). Rank 1 ends in the first attempt in the
+middle of step LOST_AT: END is "kill", or "device" for the words of a broken one. With "plan" it
+waits there for the launcher to end it.
 """
 
 from __future__ import annotations
@@ -23,24 +25,37 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor.parallel import (  # noqa: E402
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 SHAPES = {"31M": (8, 512), "108M": (12, 768)}
 """Layers and width; vocabulary 12,000 and 30,000."""
 VOCABULARY = {"31M": 12_000, "108M": 30_000}
 DCP_EVERY = 10
+FFN = {"fsdp2": 4.0, "tp": 4.5}
+"""Widths of the FFN over that of the model: two and three ranks can share 4.5."""
 
 
 class Model(torch.nn.Module):
     """A causal transformer of torch's own layers."""
 
-    def __init__(self, size: str) -> None:
+    def __init__(self, size: str, loop: str) -> None:
         super().__init__()
         layers, width = SHAPES[size]
         self.embedding = torch.nn.Embedding(VOCABULARY[size], width)
         self.layers = torch.nn.ModuleList(
             torch.nn.TransformerEncoderLayer(
-                width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+                width,
+                width // 64,
+                int(FFN[loop] * width),
+                dropout=0.0,
+                batch_first=True,
+                norm_first=True,
             )
             for _ in range(layers)
         )
@@ -55,7 +70,7 @@ class Model(torch.nn.Module):
 
 def main() -> None:
     """Train, and tell each step."""
-    way, size, folder, steps, lost_at, end = sys.argv[1:7]
+    loop, way, size, folder, steps, lost_at, end = sys.argv[1:8]
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -68,10 +83,8 @@ def main() -> None:
     told.write(json.dumps({"event": "main", "at": BEGUN}) + "\n")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = Model(size)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    model = Model(size, loop)
+    shard(model, loop)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tell("built")
     first, save = (in_memory if way == "memory" else on_disk)(model, optimizer, Path(folder))
@@ -83,6 +96,8 @@ def main() -> None:
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         if (attempt, rank, step) == (0, 1, int(lost_at)):
             tell("lost", step=step)
+            if end == "plan":
+                time.sleep(60)
             if end == "device":
                 raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -92,6 +107,19 @@ def main() -> None:
         tell("step", step=step)
         save(step)
     dist.destroy_process_group()
+
+
+def shard(model: Model, loop: str) -> None:
+    """Shard over all ranks, or over those that hold the same part of each layer's FFN."""
+    world = dist.get_world_size()
+    replicas = (2 if world % 2 == 0 else 1) if loop == "tp" else world
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("dp", "tp"))
+    for layer in model.layers:
+        if loop == "tp":
+            cuts = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+            parallelize_module(layer, mesh["tp"], cuts)
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
