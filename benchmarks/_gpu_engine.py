@@ -113,10 +113,8 @@ def kill(device: str, small: bool, point: str, maker: str = "staged") -> Iterato
         passes = [e for rank in (0, 1) for e in told(folder, rank, "microbatch")]
     usual_s = statistics.median(b - a for a, b in pairwise(before))
     again = sum(e["step"] == after[0]["step"] for e in passes) - MICROBATCHES
-    name, took_s = (
-        f"{maker}: SIGKILL in {point}: until the step is made",
-        after[0]["at"] - died["at"],
-    )
+    name = f"{maker}: SIGKILL in {point}: until the step is made"
+    took_s = after[0]["at"] - died["at"]
     yield Row(name, took_s, "s", usual_s, "a usual step", f"{again} of {MICROBATCHES} done again")
 
 

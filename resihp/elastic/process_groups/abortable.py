@@ -127,7 +127,7 @@ class ProcessGroupFactory:
         try:
             return self.communicators.is_done(work)
         except RuntimeError as error:
-            raise PeerLostError(f"lost a peer among {list(ranks)}: {error}") from error
+            raise _lost(ranks, error) from error
 
 
 class AbortableProcessGroup:
@@ -238,10 +238,16 @@ class AbortableProcessGroup:
         try:
             work = collective(self._backend)
         except dist.DistBackendError as error:
-            raise PeerLostError(f"lost a peer among {list(self.ranks)}: {error}") from error
+            raise _lost(self.ranks, error) from error
         self._started = [other for other in self._started if not other.is_completed()]
         self._started.append(work)
         return work
+
+
+def _lost(ranks: Sequence[int], error: Exception) -> PeerLostError:
+    """The loss that an error of a collective tells; NCCL's and gloo's go on for many lines."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return PeerLostError(f"lost a peer among {list(ranks)}: {first_line}")
 
 
 def close_groups(groups: Iterable[AbortableProcessGroup]) -> None:
