@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import Job, Layout, Op, Plan, RankAmount, Replica, Schedule, Stage
-from resihp.pipeline.orders import Part, Pass, job_orders, most_in_flight
+from resihp.pipeline.orders import Part, Pass, job_orders, most_in_flight, most_split
+
+Floats: TypeAlias = NDArray[np.float64]
+Counts: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_] | np.bool_ | bool
 
 _UNLIMITED = 1 << 30
 
@@ -25,6 +30,8 @@ class MemoryFootprint:
     tied_bytes          of what first and last have in common, if one stage holds both
     activations         of a layer for one microbatch; `first_activations` those of the embedding
     layer_pass, head_pass  most that one pass needs on top, once
+    layer_split, head_split  what is held between the halves of a split backward pass instead of
+                        `activations`, and by the head
     boundary_bytes      output of a stage, kept for each microbatch in flight
     reduce_share        of the state, again, for gradients summed over replicas: of all layers but
                         one while the last backward pass runs through that one
@@ -40,6 +47,8 @@ class MemoryFootprint:
     first_activations: RankAmount
     layer_pass: RankAmount
     head_pass: RankAmount
+    layer_split: RankAmount
+    head_split: RankAmount
     boundary_bytes: float
     reduce_share: float
     update: RankAmount
@@ -67,6 +76,8 @@ class MemoryFootprint:
             first_activations=memory.first_activations,
             layer_pass=memory.layer_pass,
             head_pass=memory.head_pass,
+            layer_split=max(activations, memory.layer_split, key=lambda one: one.of_share(1.0)),
+            head_split=memory.head_split,
             boundary_bytes=memory.boundary_bytes,
             reduce_share=reduced / per_param if per_param else 0.0,
             update=memory.update,
@@ -78,64 +89,86 @@ class MemoryFootprint:
         return self.budget_bytes is not None and self.activations.of_share(1.0) > 0.0
 
     def most_layers(
-        self, widest: NDArray[np.float64], in_flight: NDArray[np.int64]
+        self, widest: Floats, in_flight: NDArray[np.int64], split: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Layers that fit into every stage, [chain, stage].
 
         widest     share of the layer that the stage's most loaded rank holds
         in_flight  microbatches of which the stage holds activations
+        split      those of them between the halves of their backward pass
         """
         if self.budget_bytes is None:
             return np.full(widest.shape, _UNLIMITED)
-        state = np.zeros(widest.shape)
-        state[:, 0] += _of_shares(self.first, widest[:, 0])
-        state[:, -1] += _of_shares(self.last, widest[:, -1])
-        if widest.shape[1] == 1:
-            state[:, 0] -= widest[:, 0] * self.tied_bytes
-        passes = _of_shares(self.layer_pass, widest)
-        passes[:, -1] = np.maximum(passes[:, -1], _of_shares(self.head_pass, widest[:, -1]))
-        passes[:, :-1] += self.boundary_bytes * in_flight[:, :-1]
-        passes[:, 0] += in_flight[:, 0] * _of_shares(self.first_activations, widest[:, 0])
-        held = _of_shares(self.layer, widest)
-        each = held + in_flight * _of_shares(self.activations, widest)
-        fits = (self.budget_bytes - state - passes) / np.maximum(each, 1e-9)
-        working = _of_shares(self.layer_pass, widest) - held * self.reduce_share
-        working = working if self.reduce_share else np.zeros(widest.shape)
-        room = self.budget_bytes - np.maximum(_of_shares(self.update, widest), working)
+        stages = np.arange(widest.shape[1])
+        first, last = stages == 0, stages == stages[-1]
+        state = self._ends(widest, first, last)
+        layer, head = self._working(widest, split, last)
+        each, besides = self._held(widest, in_flight, split, first, last)
+        held = _of_share(self.layer, widest)
+        room = self.budget_bytes - state - besides - np.maximum(layer, head)
+        fits = room / np.maximum(held + each, 1e-9)
+        room = self.budget_bytes - self._reducing(widest)
         reducing = room / (1.0 + self.reduce_share) - state
         fits = np.minimum(fits, reducing / np.maximum(held, 1e-9))
         return np.asarray(np.clip(np.floor(fits + 1e-9), 0, _UNLIMITED), np.int64)
 
-    def stage_bytes(self, stage: Stage, *, first: bool, last: bool, in_flight: int) -> list[float]:
-        """Peak bytes of every rank of a stage."""
-        units = sum(stage.shares)
-        return [
-            self._rank_bytes(share / units, stage.layer_count, first, last, in_flight)
-            for share in stage.shares
-        ]
+    def stage_bytes(
+        self, stage: Stage, *, first: bool, last: bool, in_flight: int, split: int = 0
+    ) -> list[float]:
+        """Peak bytes of every rank of a stage; `in_flight` and `split` as in `most_layers`."""
+        shares = np.array(stage.shares) / sum(stage.shares)
+        layers, is_last = stage.layer_count, np.array(last)
+        state = layers * _of_share(self.layer, shares) + self._ends(shares, first, is_last)
+        layer, head = self._working(shares, np.array(split), is_last)
+        each, besides = self._held(shares, np.array(in_flight), np.array(split), first, is_last)
+        passes = layers * each + besides + np.maximum(layer if layers else 0.0, head)
+        reducing = state * self.reduce_share + self._reducing(shares)
+        found: list[float] = (state + np.maximum(passes, reducing)).tolist()
+        return found
 
-    def _rank_bytes(
-        self, share: float, layers: int, first: bool, last: bool, in_flight: int
-    ) -> float:
-        state = layers * self.layer.of_share(share)
-        state += first * self.first.of_share(share) + last * self.last.of_share(share)
-        state -= (first and last) * self.tied_bytes * share
-        held = in_flight * layers * self.activations.of_share(share)
-        held += first * in_flight * self.first_activations.of_share(share)
-        held += (not last) * self.boundary_bytes * in_flight
-        layer = self.layer_pass.of_share(share) if layers else 0.0
-        passes = max(layer, self.head_pass.of_share(share) if last else 0.0)
-        working = layer - self.layer.of_share(share) * self.reduce_share
-        working = max(self.update.of_share(share), working if self.reduce_share else 0.0)
-        reducing = state * self.reduce_share + working
-        return state + max(held + passes, reducing)
+    def _ends(self, shares: Floats, first: Flags, last: Flags) -> Floats:
+        """State of embedding and head."""
+        ends = first * _of_share(self.first, shares) + last * _of_share(self.last, shares)
+        return np.asarray(ends - (first & last) * self.tied_bytes * shares)
+
+    def _held(
+        self, shares: Floats, in_flight: Counts, split: Counts, first: Flags, last: Flags
+    ) -> tuple[Floats, Floats]:
+        """Activations of microbatches in flight: of each layer, and besides."""
+        each = (in_flight - split) * _of_share(self.activations, shares)
+        each = each + split * _of_share(self.layer_split, shares)
+        besides = first * in_flight * _of_share(self.first_activations, shares)
+        besides = besides + last * split * _of_share(self.head_split, shares)
+        gradients = split  # of a stage's input
+        return each, besides + self.boundary_bytes * (in_flight * ~last + gradients)
+
+    def _working(self, shares: Floats, split: Counts, last: Flags) -> tuple[Floats, Floats]:
+        """Most that a pass needs on top, through a layer and through the head.
+
+        Halves of a pass need no more than all of it: what is held between them is part of that.
+        """
+        is_split = split > 0
+        between = _of_share(self.layer_split, shares) - _of_share(self.activations, shares)
+        layer = _of_share(self.layer_pass, shares) - is_split * between
+        head = _of_share(self.head_pass, shares) - is_split * _of_share(self.head_split, shares)
+        return np.maximum(layer, 0.0), np.asarray(last * np.maximum(head, 0.0), np.float64)
+
+    def _reducing(self, shares: Floats) -> Floats:
+        """Most that is needed beside state and summed gradients once no activations are held."""
+        update = _of_share(self.update, shares)
+        if not self.reduce_share:
+            return update
+        working = _of_share(self.layer_pass, shares) - self.reduce_share * _of_share(
+            self.layer, shares
+        )
+        return np.maximum(update, working)
 
 
 def _scaled(amount: RankAmount, factor: float) -> RankAmount:
     return RankAmount(split=amount.split * factor, whole=amount.whole * factor)
 
 
-def _of_shares(amount: RankAmount, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+def _of_share(amount: RankAmount, shares: Floats) -> Floats:
     return shares * amount.split + amount.whole
 
 
@@ -168,9 +201,14 @@ def replica_fits(
     else:
         orders = job_orders(job, last + 1, quota, Schedule.INTERLEAVED, replica.chunks)
         limit = [most_held(order) for order in orders]
+    between = most_split(schedule, last + 1, job.max_in_flight)
     for index, stage in enumerate(replica.stages):
         held = footprint.stage_bytes(
-            stage, first=index == 0, last=index == last, in_flight=min(limit[index], quota)
+            stage,
+            first=index == 0,
+            last=index == last,
+            in_flight=min(limit[index], quota),
+            split=min(between[index], quota),
         )
         if max(held) > budget:
             return False
@@ -188,6 +226,15 @@ def most_held(order: Sequence[Pass]) -> int:
         elif item.part is not Part.INPUT:
             held -= 1
     return -(-most // chunks)
+
+
+def most_between(order: Sequence[Pass]) -> int:
+    """Peak number of microbatches between the halves of their backward pass in a stage."""
+    held = most = 0
+    for item in order:
+        held += (item.part is Part.INPUT) - (item.part is Part.WEIGHT)
+        most = max(most, held)
+    return most
 
 
 def plan_schedules(job: Job) -> tuple[Schedule, ...]:

@@ -28,7 +28,7 @@ from resihp.pipeline.replay import Replay, pass_durations, replay
 
 from .cost_model import GroupCost, group_cost, layer_cost, transfer_ms
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
-from .memory import MemoryFootprint, most_held
+from .memory import MemoryFootprint, most_between, most_held
 
 Speeds = Mapping[int, float] | Sequence[float]
 _MOST_SPEED = 1e30  # and the least its inverse, so that no time is infinite
@@ -124,7 +124,11 @@ def simulate(
             timed = zip(order, starts.tolist(), ends.tolist(), strict=True)
             passes += [TimedPass(index, s, item, start, end) for item, start, end in timed]
             held = footprint.stage_bytes(
-                stage, first=s == 0, last=s == len(orders) - 1, in_flight=most_held(order)
+                stage,
+                first=s == 0,
+                last=s == len(orders) - 1,
+                in_flight=most_held(order),
+                split=most_between(order),
             )
             peak.update(zip(stage.ranks, held, strict=True))
     end = max((item.end_ms for item in passes), default=0.0)

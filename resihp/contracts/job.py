@@ -134,6 +134,8 @@ class Memory:
     layer_pass         most that a pass through one layer needs on top of that, once; with
                        recomputation the layer's activations are part of it
     head_pass          the same for head and loss, with all that they keep
+    layer_split, head_split  what a layer, and head and loss, keep of a microbatch between the
+                       halves of a split backward pass; 0: as much as before the pass
     boundary_bytes     output of a stage for one microbatch
     reduce_bytes_per_param  of gradients summed over replicas, when no activations are held
     update             most that the optimizer needs then
@@ -151,6 +153,8 @@ class Memory:
     first_activations: RankAmount = field(default_factory=RankAmount)
     layer_pass: RankAmount = field(default_factory=RankAmount)
     head_pass: RankAmount = field(default_factory=RankAmount)
+    layer_split: RankAmount = field(default_factory=RankAmount)
+    head_split: RankAmount = field(default_factory=RankAmount)
     boundary_bytes: float = 0.0
     reduce_bytes_per_param: float = 0.0
     update: RankAmount = field(default_factory=RankAmount)

@@ -71,6 +71,22 @@ def most_in_flight(
 
 
 @cache
+def most_split(
+    schedule: Schedule | None, stages: int, max_in_flight: int | None = None
+) -> tuple[int, ...]:
+    """Microbatches between the halves of a split backward pass, of those in flight, at most.
+
+    A stage that holds as many as it ever does holds fewer of them only between a forward pass and
+    the next backward pass.
+    """
+    held = most_in_flight(schedule, stages, max_in_flight)
+    if schedule is not Schedule.ZERO_BUBBLE:
+        return (0,) * stages
+    owed = most_ahead(schedule, stages, max_in_flight)
+    return tuple(all_of - before + 1 for all_of, before in zip(held, owed, strict=True))
+
+
+@cache
 def stage_order(
     schedule: Schedule,
     *,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from resihp.contracts import Job, Replica, Stage, even_quotas
-from resihp.pipeline.orders import most_in_flight
+from resihp.pipeline.orders import most_in_flight, most_split
 
 from ..cost_model import layer_cost, transfer_ms
 from ..makespan import pipeline_makespans
@@ -174,13 +174,15 @@ class _Rerouting:
         if budget is None:
             return True
         last = len(replica.stages) - 1
-        usual = most_in_flight(self._schedule, last + 1, self._job.max_in_flight)[index]
+        limits = self._schedule, last + 1, self._job.max_in_flight
+        usual, split = most_in_flight(*limits)[index], most_split(*limits)[index]
         more = max(load / (quota * self._each[row][index]), 1.0)  # a taker has layers, so time
         held = self._footprint.stage_bytes(
             replica.stages[index],
             first=index == 0,
             last=index == last,
             in_flight=math.ceil(min(usual, quota) * more - 1e-9),
+            split=math.ceil(min(split, quota) * more - 1e-9),
         )
         return max(held) <= budget
 

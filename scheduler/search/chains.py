@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import Schedule
-from resihp.pipeline.orders import most_in_flight
+from resihp.pipeline.orders import most_in_flight, most_split
 
 from ..bounds import StageCosts, heterogeneous_layers, in_flight_bound, whole_layers
 from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
@@ -114,10 +114,13 @@ class ChainBatch:
         extra = np.zeros(self.chains.shape)
         extra[:, 0] += table.embedding_ms[self.chains[:, 0]]
         extra[:, -1] += table.head_ms[self.chains[:, -1]]
-        limit = np.array(most_in_flight(setting.schedule, self.stages, setting.max_in_flight))
-        in_flight = np.minimum(limit, np.maximum(self.microbatches, 1)[:, None])
-        in_flight = np.ones_like(in_flight) if setting.any_order else in_flight
-        most = setting.footprint.most_layers(table.widest[self.chains], in_flight)
+        limits = setting.schedule, self.stages, setting.max_in_flight
+        begun = np.maximum(self.microbatches, 1)[:, None]
+        in_flight = np.minimum(np.array(most_in_flight(*limits)), begun)
+        split = np.minimum(np.array(most_split(*limits)), begun)
+        if setting.any_order:
+            in_flight, split = np.ones_like(in_flight), np.zeros_like(split)
+        most = setting.footprint.most_layers(table.widest[self.chains], in_flight, split)
         most = np.minimum(most, setting.layers - self.stages + 1)
         return StageCosts(
             table.forward_ms[self.chains], table.backward_ms[self.chains], extra, most

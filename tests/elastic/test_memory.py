@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from resihp.contracts import ContractError, InfeasibleError, Job, Layout, ModelShape, Plan
+from resihp.contracts import (
+    ContractError,
+    InfeasibleError,
+    Job,
+    Layout,
+    ModelShape,
+    Plan,
+    Schedule,
+)
 from resihp.elastic import Gpt2, Llama, Mixture, Optimizer, Packed, Setup, measure_memory
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
@@ -46,7 +54,12 @@ def setup_of(model: str, recompute: Recompute | None = None) -> Setup:
     return Setup(MODELS[model], adamw, batch, recompute=recompute)
 
 
-def job_of(setup: Setup, layout: Layout, budget_bytes: int | None = None) -> Job:
+def job_of(
+    setup: Setup,
+    layout: Layout,
+    budget_bytes: int | None = None,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+) -> Job:
     assert isinstance(setup.model, Llama | Gpt2)
     shape = setup.model.shape
     return Job(
@@ -55,14 +68,17 @@ def job_of(setup: Setup, layout: Layout, budget_bytes: int | None = None) -> Job
         microbatches=QUOTA * layout.dp,
         model=shape,
         tokens_per_microbatch=TOKENS,
+        schedule=schedule,
         recompute=setup.recompute == "layers",
         memory=measure_memory(setup, batch(0, 0), budget_bytes=budget_bytes),
     )
 
 
-def measured(setup: Setup, layout: Layout) -> dict[int, int]:
+def measured(
+    setup: Setup, layout: Layout, schedule: Schedule = Schedule.ONE_F_ONE_B
+) -> dict[int, int]:
     """Peak bytes of each rank's tensors in the second step, in which all state exists."""
-    plan = Plan(version=0, layout=layout, quotas=(QUOTA,) * layout.dp)
+    plan = Plan(version=0, layout=layout, quotas=(QUOTA,) * layout.dp, schedule=schedule)
 
     def run_rank(factory: ProcessGroupFactory) -> int:
         groups = build_layout_groups(factory, layout, setup.model.parameters, name="generation")
@@ -96,6 +112,34 @@ def test_the_predicted_peak_is_within_five_percent(model: str, name: str) -> Non
         assert predicted == pytest.approx(found, rel=0.05), f"recompute {recompute}"
         peaks.append(max(found.values()))
     assert peaks[0] > peaks[1] > peaks[2], "what is recomputed is not kept"
+
+
+@pytest.mark.parametrize(("model", "name"), [("llama", "tp"), ("llama", "dp"), ("mixture", "tp")])
+def test_it_is_so_with_a_split_backward_pass(model: str, name: str) -> None:
+    """Between its halves a microbatch keeps more than before, recomputed or not."""
+    layout, split = LAYOUTS[name], Schedule.ZERO_BUBBLE
+    for recompute in MODES:
+        setup = setup_of(model, recompute)
+        job = job_of(setup, layout, schedule=split)
+        predicted = simulate(job, layout, job.quotas).peak_bytes
+        found = measured(setup, layout, split)
+        assert predicted == pytest.approx(found, rel=0.05), f"recompute {recompute}"
+
+
+def test_a_split_backward_pass_that_does_not_fit_is_refused() -> None:
+    layout, setup = LAYOUTS["dp"], setup_of("llama", "layers")
+    whole, split = (
+        max(simulate(job, layout, job.quotas).peak_bytes.values())
+        for schedule in (Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE)
+        for job in [job_of(setup, layout, schedule=schedule)]
+    )
+    assert split > 1.2 * whole
+    speeds = dict.fromkeys(layout.ranks, 1.0)
+    budget = int(whole * 1.1)
+    make_plan(job_of(setup, layout, budget), speeds)
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(job_of(setup, layout, budget, Schedule.ZERO_BUBBLE), speeds)
+    assert caught.value.constraint == "memory"
 
 
 def test_recomputation_lets_a_job_fit() -> None:

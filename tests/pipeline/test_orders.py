@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import ContractError, Op, Schedule
-from resihp.pipeline.orders import Part, Pass, most_in_flight, stage_order
+from resihp.pipeline.orders import Part, Pass, most_in_flight, most_split, stage_order
 from resihp.pipeline.replay import pass_durations, replay
 
 SHAPES = [(p, m) for p in range(1, 7) for m in (0, 1, 2, 5, 8, 13)]
@@ -163,6 +163,32 @@ def test_the_numbers_in_flight_of_a_schedule_give_its_order(schedule):
         given_ = {"stage": stage, "stages": 4, "microbatches": 9}
         own = stage_order(Schedule.ONE_F_ONE_B, in_flight=count, **given_)
         assert own == stage_order(schedule, **given_)
+
+
+@given(
+    stages=st.integers(1, 6),
+    microbatches=st.integers(1, 16),
+    cap=st.one_of(st.none(), st.integers(1, 8)),
+)
+def test_as_many_as_are_said_are_between_the_halves_of_a_split_backward(stages, microbatches, cap):
+    """And then as many as ever are in flight, so that both decide a stage's memory."""
+    between = most_split(Schedule.ZERO_BUBBLE, stages, cap)
+    for stage in range(stages):
+        order = stage_order(
+            Schedule.ZERO_BUBBLE,
+            stage=stage,
+            stages=stages,
+            microbatches=microbatches,
+            max_in_flight=cap,
+        )
+        whole = split = 0
+        seen = []
+        for item in order:
+            whole += (item.op is Op.FORWARD) - (item.part is Part.INPUT)
+            split += (item.part is Part.INPUT) - (item.part is Part.WEIGHT)
+            seen.append((split, whole + split))
+        assert max(seen) == (min(between[stage], microbatches), max(total for _, total in seen))
+    assert most_split(Schedule.ONE_F_ONE_B, stages, cap) == (0,) * stages
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ZERO_BUBBLE, Schedule.INTERLEAVED])

@@ -25,6 +25,8 @@ MEMORY = st.builds(
     first_activations=AMOUNT,
     layer_pass=AMOUNT,
     head_pass=AMOUNT,
+    layer_split=AMOUNT,
+    head_split=AMOUNT,
     boundary_bytes=BYTES,
     reduce_bytes_per_param=st.floats(0.0, 4.0),
     update=AMOUNT,
@@ -45,22 +47,31 @@ def job_of(memory: Memory, *, recompute: bool = False) -> Job:
 
 @given(
     MEMORY,
-    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=4
+    ),
     st.integers(1, 2),
 )
 def test_one_layer_more_would_not_fit(
-    memory: Memory, stages: list[tuple[int, int]], replicas: int
+    memory: Memory, stages: list[tuple[int, int, int]], replicas: int
 ) -> None:
-    """Of every stage: (units of its widest share out of 4, microbatches in flight)."""
+    """Of every stage: (units of its widest share out of 4, microbatches in flight, and how many of
+    them at most are between the halves of their backward pass)."""
     footprint = MemoryFootprint.of(job_of(memory), replicas)
-    widest = np.array([[units / 4 for units, _ in stages]])
-    most = footprint.most_layers(widest, np.array([[held for _, held in stages]]))[0]
-    for index, ((units, in_flight), layers) in enumerate(zip(stages, most.tolist(), strict=True)):
+    units_of, in_flight_of, split_of = zip(*stages, strict=True)
+    split_of = tuple(map(min, split_of, in_flight_of))
+    counts = np.array([in_flight_of]), np.array([split_of])
+    most = footprint.most_layers(np.array([units_of]) / 4, *counts)[0]
+    rows = zip(units_of, in_flight_of, split_of, most.tolist(), strict=True)
+    for index, (units, in_flight, split, layers) in enumerate(rows):
         ends = {"first": index == 0, "last": index + 1 == len(stages)}
         shares = (units, 4 - units) if units < 4 else (4,)
         fitting, beyond = (
             footprint.stage_bytes(
-                Stage(tuple(range(len(shares))), (0, count), shares), **ends, in_flight=in_flight
+                Stage(tuple(range(len(shares))), (0, count), shares),
+                **ends,
+                in_flight=in_flight,
+                split=split,
             )[0]
             for count in (layers, layers + 1)
         )

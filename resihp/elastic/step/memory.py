@@ -21,6 +21,7 @@ from ..models.recomputation import recomputed, recomputing_attention
 from ..process_groups.abortable import AbortableProcessGroup
 from .setup import Setup
 from .shard import name_in_part, part_ranges
+from .split_backward import SplitBackward
 
 
 class LiveTensors(TorchDispatchMode):
@@ -71,10 +72,14 @@ class LiveTensors(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _PartBytes:
-    """Bytes that a forward pass leaves behind, and most that passes and updates need besides."""
+    """Bytes that a forward pass leaves behind, and most that passes and updates need besides.
+
+    split  what is there between the halves of a split backward pass
+    """
 
     kept: int
     working: int
+    split: int = 0
     update: int = 0
 
 
@@ -109,6 +114,8 @@ def measure_memory(setup: Setup, packed: Packed, *, budget_bytes: int | None = N
         first_activations=_split(first[0].kept, first[1].kept),
         layer_pass=_split(layer[0].working, layer[1].working),
         head_pass=_split(last[0].working, last[1].working),
+        layer_split=_split(layer[0].split, layer[1].split),
+        head_split=_split(last[0].split, last[1].split),
         update=max(
             (_split(whole.update, half.update) for whole, half in (first, layer, last)),
             key=lambda amount: amount.of_share(1.0),
@@ -147,6 +154,8 @@ def _measure(
             nn.init.zeros_(parameter)
         _run(setup, packed, part, module, tensors)
         found = _run(setup, packed, part, module, tensors)
+        if part != "first":
+            found = replace(found, split=_run_half(setup, packed, part, module, tensors))
         own = {param: module.get_parameter(name_in_part(param)) for param in params}
         return replace(found, update=_update(setup, own, tensors))
 
@@ -164,22 +173,47 @@ def _update(setup: Setup, own: dict[Param, nn.Parameter], tensors: LiveTensors) 
 def _run(
     setup: Setup, packed: Packed, part: str, module: nn.Module, tensors: LiveTensors
 ) -> _PartBytes:
-    before, dtype = tensors.live_bytes, setup.compute_dtype
+    before = tensors.live_bytes
     tensors.reset_peak()
+    output = _forward(setup, packed, part, module, _entry(setup, packed))
+    kept = tensors.live_bytes - before - output.nbytes
+    output.backward(torch.ones_like(output))
+    peak = tensors.peak_bytes - before
+    return _PartBytes(kept, peak - (kept if part != "last" else 0))
+
+
+def _run_half(
+    setup: Setup, packed: Packed, part: str, module: nn.Module, tensors: LiveTensors
+) -> int:
+    """Bytes held after the input half of a backward pass, without output and input's gradient."""
+    before, entry = tensors.live_bytes, _entry(setup, packed)
+    output = _forward(setup, packed, part, module, entry)
+    halves = SplitBackward(entry, output)
+    halves.run_input(torch.ones_like(output))
+    assert entry.grad is not None
+    held = tensors.live_bytes - before - output.nbytes - entry.grad.nbytes
+    halves.run_weights()
+    return held
+
+
+def _entry(setup: Setup, packed: Packed) -> torch.Tensor:
     entry = torch.zeros(len(packed.tokens), setup.model.width, device=setup.device)
-    entry.requires_grad_()
+    return entry.requires_grad_()
+
+
+def _forward(
+    setup: Setup, packed: Packed, part: str, module: nn.Module, entry: torch.Tensor
+) -> torch.Tensor:
+    """Output of a part; the embedding takes no `entry`."""
+    dtype = setup.compute_dtype
     with (
         torch.autocast(setup.device.type, dtype, enabled=dtype is not None),
         recomputing_attention(setup.recompute == "attention"),
     ):
         if part == "first":
-            del entry
-            output = module(packed)
+            output: torch.Tensor = module(packed)
         elif part.startswith("layers.") and setup.recompute == "layers":
             output = recomputed(module, entry, packed)
         else:
             output = module(entry, packed)
-    kept = tensors.live_bytes - before - output.nbytes
-    output.backward(torch.ones_like(output))
-    peak = tensors.peak_bytes - before
-    return _PartBytes(kept, peak - (kept if part != "last" else 0))
+    return output
