@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,22 +44,15 @@ def loop_of(kind: str, device: str, small: bool, steps: int, slow: SlowRank) -> 
     )  # fmt: skip
 
 
-def named(device: str, small: bool, kind: str, slow: int = SLOW) -> Iterator[Row]:
-    """Slow steps of a rank until `instrument` and the detector name it; -1: no rank is slow."""
+def named(device: str, small: bool, kind: str) -> Iterator[Row]:
+    """Slow steps of a rank until `instrument` and the detector name it."""
     with side_by_side(device), tempfile.TemporaryDirectory() as name, sink() as address:
-        folder = Path(name)
-        loop = loop_of(kind, device, small, STEPS, SlowRank(slow, FACTOR, since=ONSET))
-        found = run_recorded(loop, address, folder)
-    at = found.pop(slow, None)
-    others = f"also named: {found}" if found else ""
-    words = f"{kind}, rank {slow} {FACTOR}x slow" if slow >= 0 else f"{kind}, all healthy"
-    if slow < 0:
-        yield Row(f"{words}: ranks named", len(found), "", 0.0, "none", others)
-    elif at is None:
-        yield Row(f"{words}: steps until it is named", note=f"missed. {others}")
-    else:
-        steps = at - ONSET + 1
-        yield Row(f"{words}: steps until it is named", steps, "", _STEPS_ASKED, "asked", others)
+        loop = loop_of(kind, device, small, STEPS, SlowRank(SLOW, FACTOR, since=ONSET))
+        steps = {
+            rank: at - ONSET + 1 for rank, at in run_recorded(loop, address, Path(name)).items()
+        }
+    words = f"{kind}, rank {SLOW} {FACTOR}x slow: steps until it is named"
+    yield _row(words, steps, "", _STEPS_ASKED, "asked")
 
 
 def run_recorded(loop: OrdinaryLoop, address: str, folder: Path) -> dict[int, int]:
@@ -91,13 +84,18 @@ def profiled(device: str, small: bool, kind: str) -> Iterator[Row]:
         least = TOKENS - 1 if loop.microbatches > 1 else TOKENS // 2  # stages take one shape
         record_loop(replace(loop, documents=PaddedLengths(0, least=least)), folder)
         result = offline.analyze(offline.read_trace(folder))
-    verdicts = {
-        each.rank: each.slowdown for each in result.verdicts if each.status is Status.FAIL_SLOW
-    }
-    at = verdicts.pop(SLOW, None)
-    others = f"also named: {sorted(verdicts)}" if verdicts else ""
-    name = f"{kind}, profiler's files: slowdown of rank {SLOW}"
-    yield Row(name, at, "x", FACTOR, "made", others if at is not None else f"missed. {others}")
+    slow = [each for each in result.verdicts if each.status is Status.FAIL_SLOW]
+    slowdowns = {each.rank: each.slowdown for each in slow}
+    words = f"{kind}, profiler's files: slowdown of rank {SLOW}"
+    yield _row(words, slowdowns, "x", FACTOR, "made")
+
+
+def _row(name: str, found: Mapping[int, float], unit: str, limit: float, of: str) -> Row:
+    """What was found of the slow rank, and who else was named."""
+    others = sorted(set(found) - {SLOW})
+    notes = [] if SLOW in found else ["missed"]
+    notes += [f"also named: {others}"] if others else []
+    return Row(name, found.get(SLOW), unit, limit, of, ", ".join(notes))
 
 
 def _needed(module: str) -> Any:
