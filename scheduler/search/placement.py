@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from .chains import Chain
 from .quotas import ChainEvaluator
@@ -157,16 +158,37 @@ def insert_spare(
     spare: Sequence[int],
     makespan_ms: float,
 ) -> list[Chain]:
-    """Chains with each spare group inserted where it adds most capacity, or left idle."""
-    current = list(chains)
+    """Chains with each spare group inserted where it adds most capacity, or left idle.
+
+    Of chains that are alike, which are most of a large job's, only the first is tried.
+    """
+    current, known = list(chains), dict[tuple[Chain, int], float]()
     typical = max(1, round(evaluator.setting.microbatches / len(current)))
+    alike = [(evaluator.columns[g], kind) for g, kind in enumerate(evaluator.kinds)]
+    firsts: dict[tuple[tuple[int, int], ...], list[int]] = {}
+
+    def note(index: int) -> None:
+        heappush(firsts.setdefault(tuple([alike[g] for g in current[index]]), []), index)
+
+    for index in range(len(current)):
+        note(index)
     for group in spare:
-        before = evaluator.capacities(current, typical, makespan_ms)
-        options = [_replaced(chain, None, group, evaluator.columns) for chain in current]
-        after = evaluator.capacities(options, typical, makespan_ms)
-        gain, index = max((after[i] - before[i], -i) for i in range(len(current)))
+        tried = [heap[0] for heap in firsts.values() if heap]
+        held = [current[index] for index in tried]
+        options = [_replaced(chain, None, group, evaluator.columns) for chain in held]
+        before, after = (
+            evaluator.capacities(some, typical, makespan_ms, known=known)
+            for some in (held, options)
+        )
+        rows = zip(tried, options, before, after, strict=True)
+        gain, index, option = max(
+            ((late - soon, index, option) for index, option, soon, late in rows),
+            key=lambda one: (one[0], -one[1]),
+        )
         if gain > _LEAST_GAIN:
-            current[-index] = options[-index]
+            heappop(firsts[tuple([alike[g] for g in current[index]])])
+            current[index] = option
+            note(index)
     return current
 
 
