@@ -38,10 +38,11 @@ class Recovery:
         self._plans, self._coordinator, self._can_restore = plans, coordinator, can_restore
         self._proposals = ProposalBoard(context.rendezvous)
 
-    def recover(self, reason: str) -> None:
+    def recover(self, reason: str, steps: int) -> None:
         """Agree with the survivors on the state, and continue in a layout without the lost ranks.
 
-        Raises `PeerLostError` if another rank is lost meanwhile: call it again.
+        There is nothing to continue with once all `steps` are completed. Raises `PeerLostError` if
+        another rank is lost meanwhile: call it again.
         """
         rendezvous, state = self._rendezvous, self._state
         state.pause()
@@ -50,6 +51,8 @@ class Recovery:
         self._coordinator.abort_groups()
         decision = agree(rendezvous, self._report(), state.plan.microbatches)
         self._settle(decision)
+        if decision.completed >= steps:
+            return
         lost = tuple(sorted(set(state.plan.layout.ranks) - set(decision.survivors)))
         if rendezvous.rank == decision.survivors[0]:
             self._publish(decision)

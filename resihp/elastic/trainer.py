@@ -9,7 +9,13 @@ from math import inf
 
 import torch
 
-from resihp.contracts import FencedOutError, PeerLostError, Plan, PreemptedError
+from resihp.contracts import (
+    FencedOutError,
+    JobStoppedError,
+    PeerLostError,
+    Plan,
+    PreemptedError,
+)
 from resihp.layout import Param
 
 from .checkpointing.protocol import StateManager
@@ -185,28 +191,27 @@ class Trainer:
             start()
             self._publisher.start()
             broken: str | None = None
-            while broken or not self._is_over(steps):
+            while broken or not self._is_over(steps) or (broken := self._finish()):
                 try:
                     if broken:
                         self._state.enter(Phase.RECOVERING)
-                        self._recovery.recover(broken)
+                        self._recovery.recover(broken, steps)
                     else:
                         self._advance()
                     broken = None
                 except PeerLostError as error:
                     broken = str(error)
-                except FencedOutError:
+                except (FencedOutError, JobStoppedError) as error:
+                    if self._is_done:  # and cannot help the others any more
+                        break
                     # The others lost a rank while this one joined, and continued without it.
-                    if not self._is_joining:
+                    if not (self._is_joining and isinstance(error, FencedOutError)):
                         raise
                     self._coordinator.abort()
                     broken = None
                     if not self._await_invitation():
                         break
-            has_place = self.engine is not None
-            is_done = has_place and (self.completed >= steps or not self._rendezvous.alive)
-            if is_done:
-                self._rendezvous.finish(len(self.plan.layout.ranks))
+            is_done = self._is_done
         finally:
             self._coordinator.abort()
             self._state.enter(Phase.STOPPED)
@@ -216,6 +221,19 @@ class Trainer:
                 self._claims.close()
             self._coordinator.abort_groups()  # those of devices would wait for peers at exit
             self._rendezvous.close()
+
+    @property
+    def _is_done(self) -> bool:
+        """True if this rank has completed the job, or its part of one that all ranks leave."""
+        is_left = self.completed >= self._steps or not self._rendezvous.alive
+        return self.engine is not None and is_left
+
+    def _finish(self) -> str | None:
+        """End the job for this rank; returns why another one still needs it, if one does."""
+        if not self._is_done:
+            return None
+        reason = self._rendezvous.finish(self.plan.layout.ranks)
+        return reason if self.completed >= self._steps else None
 
     def _is_over(self, steps: int) -> bool:
         if self.rank not in self._rendezvous.alive:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from resihp.contracts import Layout, Op, Plan, even_quotas
+from resihp.contracts import Layout, Op, PeerLostError, Plan, even_quotas
 from resihp.elastic.microbatches.ledger import indices
 from resihp.elastic.microbatches.stealing import THIEF
 from resihp.elastic.models import Llama, Packed
@@ -27,7 +27,7 @@ from resihp.elastic.rendezvous.store import connect
 from resihp.elastic.reshard.buffers import ReshardBudget
 from resihp.elastic.state.events import Callbacks, LayoutChange
 from resihp.elastic.state.phases import Phase
-from resihp.elastic.step import ReducedStep, Setup
+from resihp.elastic.step import Engine, ReducedStep, Setup
 from resihp.elastic.trainer import Trainer
 from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.engine_job import MICROBATCHES, OPTIMIZER, SHAPE, TIMEOUTS, batch
@@ -72,6 +72,7 @@ class Job:
             have heard of a loss
     robbed  ranks that, in the step of the first fault, load no microbatch before another replica
             has taken one of theirs; a replica takes pending microbatches of another one
+    cut     ranks whose last exchange of the last step breaks off, when all others are through
     """
 
     layout: Layout
@@ -84,6 +85,7 @@ class Job:
     joiners: tuple[int, ...] = ()
     wary: tuple[int, ...] = ()
     robbed: tuple[int, ...] = ()
+    cut: tuple[int, ...] = ()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -277,9 +279,26 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     )
     for point, place in ENTERED.items():
         _watch(place, lambda point=point: come_to(point, trainer.completed))
+    if rank in job.cut:
+        _cut_off(job.steps - 1, rendezvous)
     begin = trainer.join if rank in job.joiners else trainer.run
     begin(job.steps)
     save(trainer, folder / f"final-{rank}.pt")
+
+
+def _cut_off(step: int, rendezvous: Rendezvous) -> None:
+    """Have the exchange at the end of `step` break off once others have finished the job."""
+    reduce, left = Engine.reduce, [step]
+
+    def cut_off(engine: Engine, at: int, *arguments: Any, **keywords: Any) -> ReducedStep:
+        reduced = reduce(engine, at, *arguments, **keywords)
+        if at in left:
+            left.remove(at)
+            _await(rendezvous.is_finished)
+            raise PeerLostError("the last exchange broke off")
+        return reduced
+
+    mock.patch.object(Engine, "reduce", cut_off).start()
 
 
 def _await(condition: Callable[[], bool]) -> None:

@@ -66,6 +66,17 @@ def test_a_step_that_is_whole_is_completed(at: str, alone: Record, tmp_path: Pat
     assert record.redone(AT + 1) <= SHARES[1], record.logs
 
 
+@pytest.mark.parametrize("lost", [(), (1,)])
+def test_who_has_finished_the_job_tells_a_rank_that_was_cut_off(
+    lost: tuple[int, ...], alone: Record, tmp_path: Path
+) -> None:
+    """Without the others it would have no replica to go on with; they know the step's norm."""
+    faults = tuple(EngineFault(rank, "clip", STEPS - 1) for rank in lost)
+    record = play(Job(THREE, faults=faults, cut=(2,)), tmp_path)
+    assert_same_training(record, alone, set(lost))
+    assert not any(record.redone(step) for step in range(STEPS)), record.logs
+
+
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Record:
     """The undisturbed run of one process, summed in the fixed order."""

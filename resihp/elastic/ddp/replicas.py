@@ -150,7 +150,7 @@ class Replicas:
                 yield step
                 if self.completed == step.number:
                     raise ContractError("step", "not all of its microbatches were taken")
-            self._rendezvous.finish(len(self._rendezvous.alive))
+            self._rendezvous.finish(self._rendezvous.alive)
         finally:
             self._member_loss.close()
             self._poller.close()

@@ -67,6 +67,7 @@ class Rendezvous:
         self._broken: str | None = None
         self._scope: _Scope | None = None
         self._broken_in_scope: str | None = None
+        self._has_ended = False
         self._stopped: str | None = None
         self._changed = threading.Condition()
         self._closed, self._woken = threading.Event(), threading.Event()
@@ -268,18 +269,27 @@ class Rendezvous:
 
     # The end of the job.
 
-    def finish(self, ranks: int) -> None:
-        """End the job: release idle ranks, and wait until all `ranks` have completed it."""
+    def finish(self, ranks: Collection[int]) -> str | None:
+        """End the job: release idle ranks, and wait until all `ranks` that live have completed it.
+
+        Returns the reason for which one of them asks for a recovery meanwhile; call it again after
+        that. A rank that lost a peer in the last step may need what the others know of it.
+        """
         if self.stores.is_cut_off:
-            return
-        store = self.stores.store
+            return None
+        store, due = self.stores.store, len(set(ranks) & set(self.alive or ranks))
         deadline = time.monotonic() + self.timeouts.heartbeat.total_seconds()
         with suppress(dist.DistError):  # its host has ended first
-            store.set(keys.FINISHED, "1")
-            store.add(keys.SIGNAL, 1)
-            store.add(keys.ENDED, 1)
-            while store.add(keys.ENDED, 0) < ranks and time.monotonic() < deadline:
+            if not self._has_ended:
+                store.set(keys.FINISHED, "1")
+                store.add(keys.SIGNAL, 1)
+                store.add(keys.ENDED, 1)
+                self._has_ended = True
+            while store.add(keys.ENDED, 0) < due and time.monotonic() < deadline:
+                if self._broken is not None:
+                    return self._broken
                 time.sleep(0.01)
+        return None
 
     def is_finished(self) -> bool:
         """True once the job has finished. Raises `JobStoppedError` if the store is gone."""

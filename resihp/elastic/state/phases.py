@@ -23,7 +23,8 @@ ALLOWED: dict[Phase, frozenset[Phase]] = {
     Phase.STARTING: frozenset({Phase.ACCUMULATING, Phase.IDLE, Phase.RECOVERING, Phase.STOPPED}),
     Phase.ACCUMULATING: frozenset({Phase.REDUCING, Phase.RECOVERING, Phase.STOPPED}),
     Phase.REDUCING: frozenset({Phase.UPDATING, Phase.STREAMING, Phase.RECOVERING, Phase.STOPPED}),
-    Phase.UPDATING: frozenset({Phase.ACCUMULATING, Phase.IDLE, Phase.STOPPED}),
+    # Recovering after the last step: another rank may need what this one knows of it.
+    Phase.UPDATING: frozenset({Phase.ACCUMULATING, Phase.IDLE, Phase.RECOVERING, Phase.STOPPED}),
     Phase.IDLE: frozenset({Phase.STREAMING, Phase.RECOVERING, Phase.STOPPED}),
     Phase.STREAMING: frozenset({Phase.VOTING, Phase.RECOVERING, Phase.STOPPED}),
     Phase.VOTING: frozenset(
