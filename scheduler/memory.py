@@ -88,9 +88,7 @@ class MemoryFootprint:
         """True if the budget and the size of activations are known."""
         return self.budget_bytes is not None and self.activations.of_share(1.0) > 0.0
 
-    def most_layers(
-        self, widest: Floats, in_flight: NDArray[np.int64], split: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def most_layers(self, widest: Floats, in_flight: Counts, split: Counts) -> NDArray[np.int64]:
         """Layers that fit into every stage, [chain, stage].
 
         widest     share of the layer that the stage's most loaded rank holds
@@ -139,8 +137,8 @@ class MemoryFootprint:
         each = each + split * _of_share(self.layer_split, shares)
         besides = first * in_flight * _of_share(self.first_activations, shares)
         besides = besides + last * split * _of_share(self.head_split, shares)
-        gradients = split  # of a stage's input
-        return each, besides + self.boundary_bytes * (in_flight * ~last + gradients)
+        boundaries = in_flight * ~last + split  # outputs, and gradients of the input
+        return each, besides + self.boundary_bytes * boundaries
 
     def _working(self, shares: Floats, split: Counts, last: Flags) -> tuple[Floats, Floats]:
         """Most that a pass needs on top, through a layer and through the head.
@@ -158,10 +156,8 @@ class MemoryFootprint:
         update = _of_share(self.update, shares)
         if not self.reduce_share:
             return update
-        working = _of_share(self.layer_pass, shares) - self.reduce_share * _of_share(
-            self.layer, shares
-        )
-        return np.maximum(update, working)
+        freed = self.reduce_share * _of_share(self.layer, shares)
+        return np.maximum(update, _of_share(self.layer_pass, shares) - freed)
 
 
 def _scaled(amount: RankAmount, factor: float) -> RankAmount:

@@ -25,7 +25,8 @@ _SCRIPT_WORDS = (
     "cuda error: device-side assert",
     "cuda error: out of memory",
     "cuda error: misaligned address",
-    "cuda error: invalid",
+    "cuda error: invalid argument",
+    "cuda error: invalid configuration",
     "cuda error: no kernel image",
 )
 """Errors of CUDA that a script makes on any device, as an index beyond the end of a table does."""

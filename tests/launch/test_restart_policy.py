@@ -63,6 +63,8 @@ frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7f8f9597
     [
         ("device-side assert triggered", False),
         ("out of memory", False),
+        ("invalid configuration argument", False),
+        ("invalid device ordinal", True),
         ("unspecified launch failure", True),
         ("uncorrectable ECC error encountered", True),
     ],
