@@ -92,13 +92,20 @@ def need_groups(device: str, maker: str = "staged") -> None:
     os.environ |= chosen
 
 
-def change(device: str, small: bool, size: str, name: str) -> Iterator[Row]:
-    """One change of layout: the longest pause of a rank, beside a usual step."""
-    need_groups(device)
+def change(
+    device: str, small: bool, size: str, name: str, attach: bool = True, maker: str = "staged"
+) -> Iterator[Row]:
+    """One change of layout: the longest pause of a rank, and the step that copies the state.
+
+    Without `attach` the state goes through the process groups, not from memory to memory.
+    """
+    need_groups(device, maker)
     shape = TINY if small else MODELS[size]
     one = next(one for one in CHANGES if one.name == name)
-    found = live(shape, one, attach=False, device=device)
-    yield Row(f"{size}, {name}: pause", found["pause_ms"], "ms", found["old"], "a step before it")
+    found = live(shape, one, attach=attach, device=device)
+    row = f"{size}, {name}{'' if attach else f', through {maker} groups'}"
+    yield Row(f"{row}: pause", found["pause_ms"], "ms", found["old"], "a step before it")
+    yield Row(f"{row}: step that copies", found["copying"], "ms", found["old"], "a step before it")
 
 
 def kill(device: str, small: bool, point: str, maker: str = "staged") -> Iterator[Row]:

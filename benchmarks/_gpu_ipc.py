@@ -1,70 +1,100 @@
-"""Hand-over of a tensor between two processes of one device by CUDA IPC: a raw probe."""
+"""Reading a tensor of another process of one device, as a change of layout does."""
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.multiprocessing
 
 from benchmarks._gpu_ranks import synchronize
 from benchmarks._gpu_rows import Row
 from benchmarks._resize_live import first_device
+from resihp.elastic.reshard.shared_memory import MemoryAccess, memory_of
 
 _ROUNDS = 10
 _WAIT_S = 40.0
+_COLUMNS = 1024
 
 
 def hand_over(device: str, small: bool) -> Iterator[Row]:
-    """Open another process's memory, check a random number in it, and copy it."""
-    nbytes = 1 << (20 if small else 30)
-    context = torch.multiprocessing.get_context("spawn")
-    queue, (here, there) = context.Queue(), context.Pipe()
-    owner = context.Process(target=_own, args=(queue, there, device, nbytes), daemon=True)
+    """Map another process's memory, copy it, and read on when that process is dead."""
+    rows = 1 << (8 if small else 18)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    owner = context.Process(target=_own, args=(there, device, rows), daemon=True)
     owner.start()
     try:
-        proof = _received(here)
-        torch.zeros(1, device=first_device(device))  # starts CUDA in this process
-        begun = time.perf_counter()
-        source = queue.get(timeout=_WAIT_S)
-        opened_ms = (time.perf_counter() - begun) * 1e3
-        assert source[-1].item() == proof, "this is not the memory of the other process"
-        speed, limit = (_gb_s(tensor, device) for tensor in (source, source.clone()))
-        del source
-        here.send("done")
-    finally:
-        owner.join(5)
+        if not here.poll(_WAIT_S):
+            raise TimeoutError("the other process does not answer")
+        whole, half = here.recv()
+        memory = memory_of(first_device(device))
+        target = torch.zeros(rows, _COLUMNS, dtype=torch.int32, device=memory.device)
+        synchronize(device)
+        first_ms = _seconds(memory, target, whole) * 1e3
+        assert target[-1, -1].item() == rows * _COLUMNS - 1, "not the memory of the other process"
+        inside = _within(target)
+        speeds = [
+            (f"{target.nbytes >> 20} MiB", _gb_s(memory, target, whole), inside),
+            ("half of each row", *_half(memory, target, half)),
+        ]
         owner.kill()
-    kind = "CUDA IPC" if device == "cuda" else "shared memory"
-    yield Row(f"{kind}: copy of {nbytes >> 20} MiB", speed, "GB/s", limit, "within one process")
-    yield Row(f"{kind}: opening it", opened_ms, "ms")
+        owner.join(_WAIT_S)
+        is_whole = device == "cuda" and _is_readable(memory, target, whole)
+    finally:
+        owner.kill()
+        owner.join(_WAIT_S)
+    kind = "CUDA IPC" if device == "cuda" else "host memory"
+    for what, speed, limit in speeds:
+        yield Row(f"{kind}: copy of {what}", speed, "GB/s", limit, "within one process")
+    yield Row(f"{kind}: mapping it, and the first copy", first_ms, "ms")
+    yield Row(f"{kind}: whole after its process was killed", float(is_whole), "", 1.0)
 
 
-def _own(queue: Any, there: Any, device: str, nbytes: int) -> None:
-    """Make a tensor, hand it over, and keep it until it is copied."""
-    tensor = torch.zeros(nbytes // 8, dtype=torch.int64, device=first_device(device))
-    proof = int(torch.randint(1 << 60, ()).item()) ^ time.time_ns()
-    tensor[-1] = proof
+def _own(there: Any, device: str, rows: int) -> None:
+    """Make a tensor, tell where it and half of it lie, and keep it."""
+    memory = memory_of(first_device(device))
+    tensor = torch.arange(rows * _COLUMNS, device=memory.device, dtype=torch.int32)
+    tensor = tensor.view(rows, _COLUMNS)
     synchronize(device)
-    there.send(proof)
-    queue.put(tensor)
-    _received(there)
+    there.send([memory.place(tensor), memory.place(tensor[:, _COLUMNS // 2 :])])
+    time.sleep(10 * _WAIT_S)
 
 
-def _received(connection: Any) -> Any:
-    if not connection.poll(_WAIT_S):
-        raise TimeoutError("the other process does not answer")
-    return connection.recv()
-
-
-def _gb_s(source: torch.Tensor, device: str) -> float:
-    target = torch.empty_like(source)
-    target.copy_(source)
-    synchronize(device)
+def _seconds(memory: MemoryAccess, target: torch.Tensor, place: list[int]) -> float:
     begun = time.perf_counter()
+    assert sum(memory.read([target], [place])) == target.nbytes
+    return time.perf_counter() - begun
+
+
+def _gb_s(memory: MemoryAccess, target: torch.Tensor, place: list[int]) -> float:
+    best = min(_seconds(memory, target, place) for _ in range(_ROUNDS))
+    return target.nbytes / best / 1e9
+
+
+def _half(memory: MemoryAccess, target: torch.Tensor, place: list[int]) -> tuple[float, float]:
+    """GB/s of copies of half of each row, from the other process and within this one."""
+    half = torch.zeros_like(target[:, _COLUMNS // 2 :])
+    speed = _gb_s(memory, half, place)
+    assert half.equal(target[:, _COLUMNS // 2 :])
+    return speed, _within(target[:, _COLUMNS // 2 :])
+
+
+def _within(source: torch.Tensor) -> float:
+    device, target, best = source.device.type, torch.empty_like(source), float("inf")
     for _ in range(_ROUNDS):
+        synchronize(device)
+        begun = time.perf_counter()
         target.copy_(source)
-    synchronize(device)
-    return _ROUNDS * source.nbytes / (time.perf_counter() - begun) / 1e9
+        synchronize(device)
+        best = min(best, time.perf_counter() - begun)
+    return source.nbytes / best / 1e9
+
+
+def _is_readable(memory: MemoryAccess, target: torch.Tensor, place: list[int]) -> bool:
+    expected = target.clone()
+    target.zero_()
+    _seconds(memory, target, place)
+    return target.equal(expected)

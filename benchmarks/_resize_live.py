@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -123,6 +124,7 @@ def run_rank(
 ) -> None:
     """One rank: a few steps in the old layout, the change, a few in the new one."""
     torch.set_num_threads(1)
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"  # else it refuses ranks that share a device
     timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
     steps: list[tuple[int, float]] = []
     paused_ms = 0.0

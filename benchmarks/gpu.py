@@ -146,6 +146,16 @@ def _engine(device: str, small: bool) -> list[Measurement]:
             for size, seconds in sizes.items()
             for name in CHANGES
         ),
+        *(
+            Measurement(
+                f"{size}, {CHANGES[0]}, through {maker} groups: pause",
+                f"{_ENGINE}:change",
+                {**common, "size": size, "name": CHANGES[0], "attach": False, "maker": maker},
+                seconds,
+            )
+            for size, seconds in sizes.items()
+            for maker in makers
+        ),
         Measurement(
             f"{times} changes of layout", f"{_ENGINE}:changes_in_a_row",
             {**common, "count": times}, 110,

@@ -7,14 +7,19 @@ use, or reads one without waiting, gets other values than on a device that happe
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 
 from resihp.elastic.process_groups.communicators import CPU
 from resihp.elastic.process_groups.gloo import GlooCommunicators
 from resihp.elastic.process_groups.staged import DeviceCopies, StagedGlooCommunicators
+from resihp.elastic.reshard import shared_memory
+from resihp.elastic.reshard.device_memory import HANDLE_BYTES, CudaIpc, StridedCopy
 
 
 class Event:
@@ -62,3 +67,79 @@ class LateCommunicators(StagedGlooCommunicators):
 
     def _copies(self) -> DeviceCopies:
         return LateCopies()
+
+
+class LateDriver:
+    """Device memory of this process; copies are made at the third look at their event.
+
+    An allocation is a page, mapped at its own address.
+    """
+
+    def __init__(self) -> None:
+        self.opened: dict[int, int] = {}
+        self.made: list[StridedCopy] = []
+        self._due: list[tuple[StridedCopy, torch.Tensor]] = []
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        base = address // _PAGE * _PAGE
+        return base.to_bytes(8, "little").ljust(HANDLE_BYTES, b"-"), address - base
+
+    def open(self, handle: bytes) -> int:
+        address = int.from_bytes(handle[:8], "little")
+        self.opened[address] = self.opened.get(address, 0) + 1
+        return address
+
+    def close(self, address: int) -> None:
+        assert not self._due, "unmapped under a copy"
+        self.opened[address] -= 1
+
+    def follow(self) -> None:
+        """The CPU is never behind."""
+
+    def copy(self, rows: StridedCopy, target: torch.Tensor) -> None:
+        assert any(self.opened.values()), "nothing is mapped"
+        self._due.append((rows, target))
+
+    def mark(self) -> LateMark:
+        return LateMark(self)
+
+    def synchronize(self) -> None:
+        for rows, _ in self._due:
+            self.made.append(rows)
+            for row in range(rows.height):
+                ctypes.memmove(
+                    rows.target + row * rows.target_pitch,
+                    rows.source + row * rows.source_pitch,
+                    rows.width,
+                )
+        self._due.clear()
+
+
+_PAGE = 4096
+
+
+class LateMark:
+    """Event after the copies of a `LateDriver`."""
+
+    def __init__(self, driver: LateDriver) -> None:
+        self._driver, self._looks = driver, 0
+
+    def query(self) -> bool:
+        self._looks += 1
+        if self._looks < 3:
+            return False
+        self._driver.synchronize()
+        return True
+
+
+@contextmanager
+def late_device_memory() -> Iterator[list[LateDriver]]:
+    """Links of ranks of this process are probed for such memory; each link has a driver."""
+    drivers: list[LateDriver] = []
+
+    def make(device: torch.device, slice_bytes: int) -> CudaIpc:
+        drivers.append(LateDriver())
+        return CudaIpc(device, drivers[-1])
+
+    with mock.patch.object(shared_memory, "memory_of", make):
+        yield drivers

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -18,23 +18,27 @@ from hypothesis import strategies as st
 from resihp.contracts import Layout, PeerLostError
 from resihp.elastic.models import Llama
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
-from resihp.elastic.reshard import shared_memory as attach
+from resihp.elastic.reshard import host_memory
 from resihp.elastic.reshard.exchange import GradientParts, TensorExchange, pairs_of, view_of
-from resihp.elastic.reshard.shared_memory import (
+from resihp.elastic.reshard.host_memory import (
     IOV_MAX,
-    PeerLink,
-    PeerProcess,
-    SharedMemoryTransport,
+    CrossMemoryAttach,
     TensorAddress,
-    address_table,
-    is_readable,
     is_supported,
-    probe_peer_memory,
     read,
     slices,
 )
+from resihp.elastic.reshard.shared_memory import (
+    PeerLink,
+    PeerProcess,
+    SharedMemoryTransport,
+    is_readable,
+    place_table,
+    probe_peer_memory,
+)
 from resihp.layout import Move, Param, holdings, moves
 from tests.elastic.engine_job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN
+from tests.elastic.late_copies import late_device_memory
 from tests.elastic.threads import on_ranks
 
 needs_attach = pytest.mark.skipif(not is_supported(), reason="not Linux")
@@ -61,7 +65,7 @@ class Holder:
     token_address: int
 
     def source(self, token: tuple[int, int] = (7, 8)) -> PeerProcess:
-        return PeerProcess(1, self.process.pid, self.token_address, token)
+        return PeerProcess(1, CrossMemoryAttach(), (self.process.pid, self.token_address, 8), token)
 
     def recv(
         self, target: torch.Tensor, slice_bytes: int, *, address: int | None = None
@@ -70,10 +74,11 @@ class Holder:
         group, told = mock.Mock(), self.address if address is None else address
 
         def start_broadcast(table: torch.Tensor, source: int) -> None:
-            table.copy_(torch.tensor([[told, 4]]))
+            table.copy_(torch.tensor([[self.process.pid, told, 4]]))
 
         group.start_broadcast = start_broadcast
-        transport = SharedMemoryTransport(group, 1, self.source(), torch.zeros(2), slice_bytes)
+        memory = CrossMemoryAttach(slice_bytes)
+        transport = SharedMemoryTransport(group, 1, memory, self.source(), torch.zeros(2))
         return transport.recv([target]), group
 
     def forget(self) -> None:
@@ -197,7 +202,7 @@ def test_a_foreign_process_is_not_read() -> None:
         with pytest.raises(OSError, match="another process"):
             holder.source(token=(7, 9)).check()
         with pytest.raises(OSError, match=r"\S"):
-            replace(holder.source(), address=8).check()
+            replace(holder.source(), place=(holder.process.pid, 8, 8)).check()
         holder.kill()
         with pytest.raises(OSError, match="No such process"):
             holder.source().check()
@@ -219,7 +224,7 @@ def test_two_ranks_read_each_other_if_both_enable_it() -> None:
 
 
 def test_without_the_system_call_no_memory_is_read() -> None:
-    with mock.patch.object(attach, "_process_vm_readv", return_value=None):
+    with mock.patch.object(host_memory, "_process_vm_readv", return_value=None):
         assert not any(link.memory for link in meet((True, True)).values())
 
 
@@ -240,6 +245,13 @@ def test_who_may_not_read_may_still_be_read(caplog: pytest.LogCaptureFixture) ->
     assert "rank 0 does not read rank 1's memory: Operation not permitted" in caplog.text
 
 
+@pytest.fixture(params=["host", "device"])
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    with late_device_memory() if request.param == "device" else nullcontext():
+        yield request.param
+
+
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("apart", [(), (0,), tuple(range(8))])
 @pytest.mark.parametrize(("old", "new"), [(GRID, UNEVEN), (UNEVEN, SHIFTED), (GRID, ALONE)])
 def test_ranges_arrive_whoever_is_on_the_same_host(
@@ -298,7 +310,7 @@ def test_short_rows_that_lie_apart_are_sent() -> None:
 def test_a_table_tells_where_views_lie() -> None:
     whole = torch.zeros(4, 6)
     flat, narrow = whole[2], whole[:, 1:3]
-    assert address_table([flat, narrow]).tolist() == [
-        [whole.data_ptr() + 48, 4, 0],
-        [whole.data_ptr() + 4, 24, 4],
+    assert place_table(CrossMemoryAttach(), [flat, narrow]).tolist() == [
+        [os.getpid(), whole.data_ptr() + 48, 4, 0],
+        [os.getpid(), whole.data_ptr() + 4, 24, 4],
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,12 +12,15 @@ import torch
 from resihp.contracts import PeerLostError
 from resihp.elastic.process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory
 from resihp.elastic.process_groups.transport import ProcessGroupTransport, Transport, complete
-from resihp.elastic.reshard.shared_memory import is_supported, probe_peer_memory
+from resihp.elastic.reshard.host_memory import is_supported
+from resihp.elastic.reshard.shared_memory import probe_peer_memory
+from tests.elastic.late_copies import late_device_memory
 from tests.elastic.threads import on_ranks
 
 SENT = (torch.arange(6.0).view(2, 3), torch.arange(4, dtype=torch.int64), torch.tensor(7.0))
 KINDS = [
     "process group",
+    "device memory",
     pytest.param("shared memory", marks=pytest.mark.skipif(not is_supported(), reason="not Linux")),
 ]
 
@@ -27,7 +32,12 @@ def transport(kind: str, group: AbortableProcessGroup, rank: int) -> Transport:
     return probe_peer_memory(group, rank, attach=True).memory[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    with late_device_memory() if request.param == "device memory" else nullcontext():
+        yield request.param
+
+
 def test_the_peer_receives_what_the_source_sends(kind: str) -> None:
     def work(factory: ProcessGroupFactory) -> list[torch.Tensor]:
         group = factory.group("pair", (0, 1))
@@ -56,7 +66,6 @@ def test_one_process_group_serves_several_peers() -> None:
     assert all(torch.equal(held, SENT[0]) for held in on_ranks((0, 1, 2), work).values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_transfer_ends_when_the_generation_is_aborted(kind: str) -> None:
     aborted = threading.Event()
 

@@ -56,8 +56,7 @@ class ReshardBudget:
     attach       ranks of one host read each other's memory where the system permits it; otherwise
                  they exchange through sockets, as between hosts
 
-    Both concern the host's memory. On a device state is not spilled, and half of what is free there
-    is the limit, if that is more.
+    On a device state is not spilled, and half of what is free there is the limit, if that is more.
     """
 
     limit_bytes: int = 256 << 20

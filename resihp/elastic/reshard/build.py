@@ -241,11 +241,10 @@ class Generation:
                 raise
         for group in (transit, *pairs, *(groups.all if groups else ())):
             group.warm_up()
-        attach = context.budget.attach and context.setup.device.type == "cpu"
         slice_bytes = context.budget.buffer_bytes // WINDOW
         links = {
             (low, high): probe_peer_memory(
-                group, factory.rank, attach=attach, slice_bytes=slice_bytes
+                group, factory.rank, attach=context.budget.attach, slice_bytes=slice_bytes
             )
             for group in pairs
             for low, high in [group.ranks]

@@ -1,0 +1,146 @@
+"""Device memory of another process, with a stand-in for the device: values, order, mappings."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+
+from resihp.contracts import PeerLostError
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory
+from resihp.elastic.reshard.device_memory import MAX_PITCH, CudaIpc
+from resihp.elastic.reshard.shared_memory import PeerLink, memory_of, probe_peer_memory
+from tests.elastic.late_copies import LateDriver, late_device_memory
+from tests.elastic.test_shared_memory import two_views
+from tests.elastic.threads import on_ranks
+
+HERE = torch.device("cpu")
+
+
+def a_memory() -> tuple[CudaIpc, LateDriver]:
+    driver = LateDriver()
+    return CudaIpc(HERE, driver), driver
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[LateDriver]]:
+    with late_device_memory() as drivers:
+        yield drivers
+
+
+@given(views=two_views())
+def test_what_is_read_is_what_a_slice_would_be(views: tuple[torch.Tensor, torch.Tensor]) -> None:
+    source, target = views
+    memory, _ = a_memory()
+    assert sum(memory.read([target], [memory.place(source)])) == target.nbytes
+    assert target.equal(source)
+
+
+def test_ranges_along_one_dimension_are_one_copy_each() -> None:
+    memory, driver = a_memory()
+    source, whole = torch.arange(60.0).view(3, 4, 5), torch.zeros(3, 6, 5)
+    pairs = [
+        (source[1:], whole[1:, 1:5]),  # rows of 4 x 5 elements
+        (source[:, 2:], whole[:, :2]),
+        (source, torch.zeros(3, 4, 5)),
+        (source[..., :2], whole[:, :4, 3:]),
+    ]
+    for there, here in pairs:
+        sum(memory.read([here], [memory.place(there)]))
+        assert here.equal(there)
+    assert [(rows.height, rows.width) for rows in driver.made[:3]] == [(2, 80), (3, 40), (1, 240)]
+    assert len(driver.made) == 3 + 12, "no single pitch: row by row"
+
+
+def test_rows_further_apart_than_a_copy_can_go_are_copied_one_by_one() -> None:
+    memory, driver = a_memory()
+    source, target = torch.ones(2, 3).t(), torch.zeros(3, 2)
+    with mock.patch("resihp.elastic.reshard.device_memory.MAX_PITCH", 8):
+        sum(memory.read([target], [memory.place(source)]))
+    assert target.equal(source)
+    assert len(driver.made) == 6
+    assert MAX_PITCH == 2**31 - 1
+
+
+def test_bytes_are_told_once_they_are_there() -> None:
+    memory, _ = a_memory()
+    source, target = torch.ones(4), torch.zeros(4)
+    told = []
+    for count in memory.read([target], [memory.place(source)]):
+        told.append(count)
+        assert target.equal(source) == bool(count)
+    assert told == [0, 0, 16]
+
+
+def test_an_allocation_is_mapped_once_and_let_go_with_the_memory() -> None:
+    memory, driver = a_memory()
+    source = torch.arange(8.0)
+    for part in source.split(4):
+        sum(memory.read([torch.zeros(4)], [memory.place(part)]))
+    assert set(driver.opened.values()) == {1}
+    started = memory.read([torch.zeros(8)], [memory.place(source)])
+    assert next(started) == 0
+    del started, memory
+    gc.collect()
+    assert set(driver.opened.values()) == {0}, "after the copies that had been started"
+
+
+def probed(factory: ProcessGroupFactory) -> PeerLink:
+    return probe_peer_memory(factory.group("pair", (0, 1)), factory.rank, attach=True)
+
+
+def test_two_ranks_read_each_other(drivers: list[LateDriver]) -> None:
+    links = on_ranks((0, 1), probed)
+    assert [set(link.memory) for link in links.values()] == [{0, 1}, {0, 1}]
+    del links
+    gc.collect()
+    assert [set(driver.opened.values()) for driver in drivers] == [{0}, {0}]
+
+
+def test_memory_that_cannot_be_exported_is_sent(drivers: list[LateDriver]) -> None:
+    """As under `expandable_segments`."""
+    with mock.patch.object(LateDriver, "export", side_effect=OSError("INVALID_VALUE")):
+        assert not any(link.memory for link in on_ranks((0, 1), probed).values())
+
+
+def test_who_may_not_map_may_still_be_read(
+    drivers: list[LateDriver], caplog: pytest.LogCaptureFixture
+) -> None:
+    original, refused = LateDriver.open, list[LateDriver]()
+
+    def open_(driver: LateDriver, handle: bytes) -> int:
+        if driver is drivers[0]:
+            refused.append(driver)
+            raise OSError("cuIpcOpenMemHandle_v2: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)")
+        return original(driver, handle)
+
+    caplog.set_level("DEBUG", "resihp.elastic")
+    with mock.patch.object(LateDriver, "open", open_):
+        links = on_ranks((0, 1), probed)
+    assert refused
+    assert sorted(len(link.memory) for link in links.values()) == [1, 1]
+    assert len({rank for link in links.values() for rank in link.memory}) == 1
+    assert "PEER_ACCESS_UNSUPPORTED" in caplog.text
+
+
+def test_a_later_allocation_that_cannot_be_exported_ends_the_transfer(
+    drivers: list[LateDriver],
+) -> None:
+    def work(factory: ProcessGroupFactory) -> None:
+        link = probed(factory)
+        if factory.rank == 0:
+            with (
+                mock.patch.object(LateDriver, "export", side_effect=OSError("INVALID_VALUE")),
+                pytest.raises(PeerLostError, match=r"no peer can read .* INVALID_VALUE"),
+            ):
+                link.memory[0].send([torch.ones(3)])
+
+    on_ranks((0, 1), work)
+
+
+def test_nothing_of_a_device_is_asked_for_on_a_host() -> None:
+    assert memory_of(torch.device("cpu")).words == 2
