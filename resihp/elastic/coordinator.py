@@ -233,6 +233,7 @@ class ReshardCoordinator:
                 unused += previous.groups.all
                 previous.release()
             close_groups(unused)
+            generation.links.clear()  # with them mapped memory of peers
         engine = None
         if generation.groups is not None and generation.shard is not None:
             setup, waited = self._context.setup, self._context.waited

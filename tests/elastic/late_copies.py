@@ -7,7 +7,6 @@ use, or reads one without waiting, gets other values than on a device that happe
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from resihp.elastic.process_groups.communicators import CPU
 from resihp.elastic.process_groups.gloo import GlooCommunicators
 from resihp.elastic.process_groups.staged import DeviceCopies, StagedGlooCommunicators
 from resihp.elastic.reshard import shared_memory
-from resihp.elastic.reshard.device_memory import HANDLE_BYTES, CudaIpc, StridedCopy
+from resihp.elastic.reshard.device_memory import HANDLE_BYTES, CudaIpc
 
 
 class Event:
@@ -77,8 +76,7 @@ class LateDriver:
 
     def __init__(self) -> None:
         self.opened: dict[int, int] = {}
-        self.made: list[StridedCopy] = []
-        self._due: list[tuple[StridedCopy, torch.Tensor]] = []
+        self._due: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def export(self, address: int) -> tuple[bytes, int]:
         base = address // _PAGE * _PAGE
@@ -96,22 +94,16 @@ class LateDriver:
     def follow(self) -> None:
         """The CPU is never behind."""
 
-    def copy(self, rows: StridedCopy, target: torch.Tensor) -> None:
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         assert any(self.opened.values()), "nothing is mapped"
-        self._due.append((rows, target))
+        self._due.append((source, target))
 
     def mark(self) -> LateMark:
         return LateMark(self)
 
     def synchronize(self) -> None:
-        for rows, _ in self._due:
-            self.made.append(rows)
-            for row in range(rows.height):
-                ctypes.memmove(
-                    rows.target + row * rows.target_pitch,
-                    rows.source + row * rows.source_pitch,
-                    rows.width,
-                )
+        for source, target in self._due:
+            target.copy_(source)
         self._due.clear()
 
 

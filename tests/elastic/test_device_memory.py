@@ -12,7 +12,8 @@ from hypothesis import given
 
 from resihp.contracts import PeerLostError
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
-from resihp.elastic.reshard.device_memory import MAX_PITCH, CudaIpc
+from resihp.elastic.reshard import device_memory
+from resihp.elastic.reshard.device_memory import CudaIpc, tensor_at
 from resihp.elastic.reshard.shared_memory import PeerLink, memory_of, probe_peer_memory
 from tests.elastic.late_copies import LateDriver, late_device_memory
 from tests.elastic.test_shared_memory import two_views
@@ -40,30 +41,16 @@ def test_what_is_read_is_what_a_slice_would_be(views: tuple[torch.Tensor, torch.
     assert target.equal(source)
 
 
-def test_ranges_along_one_dimension_are_one_copy_each() -> None:
-    memory, driver = a_memory()
-    source, whole = torch.arange(60.0).view(3, 4, 5), torch.zeros(3, 6, 5)
-    pairs = [
-        (source[1:], whole[1:, 1:5]),  # rows of 4 x 5 elements
-        (source[:, 2:], whole[:, :2]),
-        (source, torch.zeros(3, 4, 5)),
-        (source[..., :2], whole[:, :4, 3:]),
-    ]
-    for there, here in pairs:
-        sum(memory.read([here], [memory.place(there)]))
-        assert here.equal(there)
-    assert [(rows.height, rows.width) for rows in driver.made[:3]] == [(2, 80), (3, 40), (1, 240)]
-    assert len(driver.made) == 3 + 12, "no single pitch: row by row"
-
-
-def test_rows_further_apart_than_a_copy_can_go_are_copied_one_by_one() -> None:
-    memory, driver = a_memory()
-    source, target = torch.ones(2, 3).t(), torch.zeros(3, 2)
-    with mock.patch("resihp.elastic.reshard.device_memory.MAX_PITCH", 8):
-        sum(memory.read([target], [memory.place(source)]))
-    assert target.equal(source)
-    assert len(driver.made) == 6
-    assert MAX_PITCH == 2**31 - 1
+def test_a_tensor_on_foreign_memory_is_forgotten_with_it() -> None:
+    source = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    there = tensor_at(source.data_ptr(), [2, 6, 99], torch.empty(3, 2, dtype=torch.bfloat16))
+    assert there.equal(source.t())
+    assert there.stride() == (1, 3)
+    view = there[1]
+    del there
+    assert len(device_memory._managed) == 1
+    del view
+    assert not device_memory._managed
 
 
 def test_bytes_are_told_once_they_are_there() -> None:

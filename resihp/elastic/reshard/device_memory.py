@@ -1,8 +1,8 @@
 """Reading of device memory of another process on the same host, by CUDA IPC.
 
 The source exports the allocation in which a tensor lies (`cuIpcGetMemHandle`), the reader maps it
-(`cuIpcOpenMemHandle`) and has the device copy: within one device, or from another one over NVLink
-or PCIe. Neither the processor nor its memory takes part. The driver refuses where there is no way
+(`cuIpcOpenMemHandle`) and its device copies: within one device, or from another one over NVLink or
+PCIe. Neither the processor nor its memory takes part. The driver refuses where there is no way
 between two devices, in another IPC namespace, and for memory that was not allocated by `cudaMalloc`
 (torch's `expandable_segments`).
 
@@ -24,13 +24,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from .host_memory import Addresses, TensorAddress, runs
+from .host_memory import TensorAddress
 
 HANDLE_BYTES = 64
-MAX_PITCH = (1 << 31) - 1
-"""Largest distance between two rows of one copy, in bytes."""
-
 POLL_S = 100e-6
 
 
@@ -53,8 +51,8 @@ class DeviceDriver(Protocol):
         """Have the copies wait for what the caller's stream has been told so far."""
         ...
 
-    def copy(self, rows: StridedCopy, target: torch.Tensor) -> None:
-        """Start to copy rows into `target`, whose memory is not reused before."""
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start to copy; the memory of `target` is not reused before."""
         ...
 
     def mark(self) -> Any:
@@ -64,18 +62,6 @@ class DeviceDriver(Protocol):
     def synchronize(self) -> None:
         """Wait for the copies."""
         ...
-
-
-class StridedCopy:
-    """StridedCopy of `width` bytes at equal distances, or one: what a device copies at once."""
-
-    def __init__(self, there: Addresses, here: Addresses, width: int) -> None:
-        self.source, self.target, self.width, self.height = (
-            int(there[0]), int(here[0]), width, len(here),
-        )  # fmt: skip
-        self.source_pitch, self.target_pitch = (
-            int(one[1] - one[0]) if len(one) > 1 else width for one in (there, here)
-        )
 
 
 class CudaIpc:
@@ -111,20 +97,19 @@ class CudaIpc:
         self._driver.follow()
         for target, place in zip(targets, places, strict=True):
             if target.numel():
-                for rows in _rows(target, self._source(target, place)):
-                    self._driver.copy(rows, target)
+                self._driver.copy(self._source(target, place), target)
         ended = self._driver.mark()
         while not ended.query():
             yield 0
             time.sleep(POLL_S)
         yield sum(target.nbytes for target in targets)
 
-    def _source(self, target: torch.Tensor, place: Sequence[int]) -> TensorAddress:
+    def _source(self, like: torch.Tensor, place: Sequence[int]) -> torch.Tensor:
         handle = np.array(place[: self.words - 1], np.int64).tobytes()
         if handle not in self._opened:
             self._opened[handle] = self._driver.open(handle)
         offset, strides = place[self.words - 1], place[self.words :]
-        return TensorAddress(self._opened[handle] + offset, tuple(strides[: target.dim()]))
+        return tensor_at(self._opened[handle] + offset, strides, like)
 
 
 def _close(driver: DeviceDriver, opened: dict[bytes, int]) -> None:
@@ -132,19 +117,6 @@ def _close(driver: DeviceDriver, opened: dict[bytes, int]) -> None:
         driver.synchronize()
     for address in opened.values():
         driver.close(address)
-
-
-def _rows(target: torch.Tensor, source: TensorAddress) -> Iterator[StridedCopy]:
-    """Copies that fill `target`; one for ranges along any single dimension."""
-    there, here, width = runs(target, source)
-    steps = np.concatenate([np.diff(one) for one in (there, here)])
-    uneven = any(len(set(np.diff(one).tolist())) > 1 for one in (there, here))
-    if uneven or (steps < width).any() or (steps > MAX_PITCH).any():
-        yield from (
-            StridedCopy(*one, width) for one in zip(there[:, None], here[:, None], strict=True)
-        )
-    else:
-        yield StridedCopy(there, here, width)
 
 
 class CudaDriver:
@@ -184,25 +156,10 @@ class CudaDriver:
         """Have the copies wait for what the caller's stream has been told so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def copy(self, rows: StridedCopy, target: torch.Tensor) -> None:
-        """Start to copy rows into `target`, whose memory is not reused before."""
-        plan = _Copy2D(
-            srcMemoryType=_UNIFIED,
-            srcDevice=rows.source,
-            srcPitch=rows.source_pitch,
-            dstMemoryType=_UNIFIED,
-            dstDevice=rows.target,
-            dstPitch=rows.target_pitch,
-            WidthInBytes=rows.width,
-            Height=rows.height,
-        )
-        stream = ctypes.c_void_p(self._stream.cuda_stream)
-        with self._current():
-            if rows.height == 1:
-                ends = _u64(rows.target), _u64(rows.source)
-                _call("cuMemcpyAsync", *ends, ctypes.c_size_t(rows.width), stream)
-            else:
-                _call("cuMemcpy2DAsync_v2", ctypes.byref(plan), stream)
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start to copy; the memory of `target` is not reused before."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
         target.record_stream(self._stream)
 
     def mark(self) -> Any:
@@ -221,7 +178,7 @@ class CudaDriver:
         return stack
 
 
-_LAZY_ENABLE_PEER_ACCESS, _UNIFIED = 1, 4
+_LAZY_ENABLE_PEER_ACCESS = 1
 _u64 = ctypes.c_uint64
 
 
@@ -229,28 +186,6 @@ class _Handle(ctypes.Structure):
     """`CUipcMemHandle`, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
-
-
-class _Copy2D(ctypes.Structure):
-    """`CUDA_MEMCPY2D_v2`."""
-
-    _fields_ = (
-        *(
-            (f"{end}{name}", kind)
-            for end in ("src", "dst")
-            for name, kind in (
-                ("XInBytes", ctypes.c_size_t),
-                ("Y", ctypes.c_size_t),
-                ("MemoryType", ctypes.c_uint),
-                ("Host", ctypes.c_void_p),
-                ("Device", ctypes.c_uint64),
-                ("Array", ctypes.c_void_p),
-                ("Pitch", ctypes.c_size_t),
-            )
-        ),
-        ("WidthInBytes", ctypes.c_size_t),
-        ("Height", ctypes.c_size_t),
-    )
 
 
 @functools.cache
@@ -275,3 +210,66 @@ def _call(name: str, *arguments: Any) -> None:
         said = ctypes.c_char_p()
         _library().cuGetErrorName(code, ctypes.byref(said))
         raise OSError(f"{name}: {(said.value or b'?').decode()} ({code})")
+
+
+def tensor_at(address: int, strides: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Tensor on memory that torch has not allocated, with shape, dtype and device of `like`.
+
+    By DLPack, whose device is the one it is told: CUDA tells another one for memory of a peer.
+
+    strides  in bytes, of the tensor's dimensions; more may follow
+    """
+    size, dims = like.element_size(), like.dim()
+    is_cuda = like.device.type == "cuda"
+    managed = _ManagedTensor(
+        data=address,
+        device_type=_DL_CUDA if is_cuda else _DL_CPU,
+        device_id=like.device.index or 0,
+        ndim=dims,
+        code=_DL_INT,
+        bits=8 * size,
+        lanes=1,
+        shape=(ctypes.c_int64 * dims)(*like.shape),
+        strides=(ctypes.c_int64 * dims)(*(stride // size for stride in strides[:dims])),
+        deleter=_forget,
+    )
+    _managed[ctypes.addressof(managed)] = managed
+    capsule = _new_capsule(ctypes.byref(managed), b"dltensor", None)
+    return from_dlpack(capsule).view(like.dtype)
+
+
+_DL_CPU, _DL_CUDA, _DL_INT = 1, 2, 0
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+class _ManagedTensor(ctypes.Structure):
+    """`DLManagedTensor`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", _Deleter),
+    )
+
+
+_managed: dict[int, _ManagedTensor] = {}
+"""Those of tensors that live, by address."""
+
+
+def _pop(address: int) -> None:
+    _managed.pop(address, None)
+
+
+_forget = _Deleter(_pop)

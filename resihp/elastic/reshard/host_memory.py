@@ -100,7 +100,7 @@ def slices(
 
     Both tensors have the same shape and dtype. Each call reads at most `max_bytes`.
     """
-    there, here, length = runs(target, source)
+    there, here, length = _runs(target, source)
     if length > max_bytes:
         starts = np.arange(0, length, max_bytes)
         there, here = ((first[:, None] + starts).ravel() for first in (there, here))
@@ -113,7 +113,7 @@ def slices(
         yield _joined(there[part], lengths[part]), _joined(here[part], lengths[part])
 
 
-def runs(target: torch.Tensor, source: TensorAddress) -> tuple[Addresses, Addresses, int]:
+def _runs(target: torch.Tensor, source: TensorAddress) -> tuple[Addresses, Addresses, int]:
     """Addresses, there and here, of the runs that are contiguous in both, and their bytes."""
     place, length, inner = TensorAddress.of(target), target.element_size(), target.dim()
     if target.numel() == 0:
