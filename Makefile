@@ -65,7 +65,7 @@ soak: setup .venv-integrations/.installed  ## the long campaigns
 	$(BIN)/python -m pytest -m "soak and not integrations" --timeout 3600 $(ARGS)
 	.venv-integrations/bin/python -m pytest -m "integrations and soak" --timeout 3600 tests/integrations $(ARGS)
 
-gpu:  ## what needs a CUDA device, half an hour, in a Python with its torch (PYTHON=... ARGS="--part 1")
+gpu:  ## what needs a CUDA device, 36 minutes, in a Python with its torch (PYTHON=... ARGS="--part 1")
 	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean:  ## remove environments and caches

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from resihp.contracts import Job, Status, from_json
 from resihp.testing.local_ranks import LocalRanks
 from resihp.testing.ordinary_loops import (
     TOKENS,
+    DocumentLengths,
     OrdinaryLoop,
     PaddedLengths,
     SlowRank,
@@ -30,8 +31,13 @@ from resihp.testing.profiled_loops import record_loop
 
 RANKS, SLOW, FACTOR = 4, 1, 1.5
 STEPS, ONSET, PROFILED_STEPS = 34, 10, 14
-PACES = {"ddp": 2.0, "fsdp2": 4.0, "tensor_parallel": 4.0, "1f1b": 1.0}
+PACES = {
+    "ddp": 2.0, "fsdp2": 4.0, "hsdp": 4.0, "tensor_parallel": 4.0, "1f1b": 1.0, "interleaved": 1.0,
+    "zero_bubble": 1.0,
+}  # fmt: skip
 """Time of a healthy device's microbatch over 20 ms: more where more of a step is NCCL's."""
+PIPELINES = ("1f1b", "interleaved", "zero_bubble")
+DOUBLED = (ONSET, ONSET + 10)
 PATIENCE_S = 90.0
 _STEPS_ASKED = 8.0
 
@@ -39,20 +45,39 @@ _STEPS_ASKED = 8.0
 def loop_of(kind: str, device: str, small: bool, steps: int, slow: SlowRank) -> OrdinaryLoop:
     """A loop of these ranks."""
     return OrdinaryLoop(
-        kind, steps, slow, microbatches=4 if kind == "1f1b" else 1, job=kind, ranks=RANKS,
+        kind, steps, slow, microbatches=4 if kind in PIPELINES else 1, job=kind, ranks=RANKS,
         pace=PACES[kind] * (0.2 if small else 1.0), device=device,
     )  # fmt: skip
 
 
-def named(device: str, small: bool, kind: str) -> Iterator[Row]:
+def named(
+    device: str,
+    small: bool,
+    kind: str,
+    factor: float = FACTOR,
+    passes: Sequence[str] = ("forward", "backward"),
+) -> Iterator[Row]:
     """Slow steps of a rank until `instrument` and the detector name it."""
-    with side_by_side(device), tempfile.TemporaryDirectory() as name, sink() as address:
-        loop = loop_of(kind, device, small, STEPS, SlowRank(SLOW, FACTOR, since=ONSET))
-        steps = {
-            rank: at - ONSET + 1 for rank, at in run_recorded(loop, address, Path(name)).items()
-        }
-    words = f"{kind}, rank {SLOW} {FACTOR}x slow: steps until it is named"
+    slow = SlowRank(SLOW, factor, tuple(passes), since=ONSET)
+    found = _named(loop_of(kind, device, small, STEPS, slow))
+    steps = {rank: at - ONSET + 1 for rank, at in found.items()}
+    words = f"{kind}, rank {SLOW} {factor}x slow in {' and '.join(passes)}: steps until named"
     yield _row(words, steps, "", _STEPS_ASKED, "asked")
+
+
+def healthy(device: str, small: bool, kind: str) -> Iterator[Row]:
+    """Ranks named where one has twice the tokens for ten steps, and none is slow."""
+    loop = loop_of(kind, device, small, STEPS, SlowRank())
+    found = _named(replace(loop, documents=DocumentLengths(0, doubled=(SLOW, *DOUBLED))))
+    note = f"named: {sorted(found)}" if found else ""
+    yield Row(
+        f"{kind}, twice the tokens on rank {SLOW}: ranks named", len(found), "", 0.0, "", note
+    )
+
+
+def _named(loop: OrdinaryLoop) -> dict[int, int]:
+    with side_by_side(loop.device), tempfile.TemporaryDirectory() as name, sink() as address:
+        return run_recorded(loop, address, Path(name))
 
 
 def run_recorded(loop: OrdinaryLoop, address: str, folder: Path) -> dict[int, int]:

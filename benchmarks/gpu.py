@@ -1,9 +1,10 @@
-"""What only a CUDA device can show, in three parts of at most nine minutes: `make gpu`.
+"""What only a CUDA device can show, in four parts of at most nine minutes: `make gpu`.
 
 1  hooks and `instrument` on a device, CUDA graphs, and checkpoints through pinned memory
 2  four ranks on one device: the elastic engine, over the host and over NCCL, and ordinary loops
    with a slow rank
 3  NCCL, one to three ranks on one device, and hand-over by CUDA IPC
+4  every kind of ordinary loop with a rank that is slow in some of its passes, or has more work
 
 Each part ends with one table. Every row runs in processes of its own with a deadline, so that a row
 that fails or hangs costs no other; a row for which no time is left says so. Where there is no
@@ -36,6 +37,13 @@ _HOOKS, _CHECKPOINT, _ENGINE, _NCCL, _IPC, _LOOPS = (
     f"benchmarks._gpu_{name}" for name in ("hooks", "checkpoint", "engine", "nccl", "ipc", "loops")
 )
 KINDS = ("ddp", "fsdp2", "tensor_parallel", "1f1b")
+ALL_KINDS = (*KINDS, "hsdp", "interleaved", "zero_bubble")
+SLOW_PASSES: tuple[tuple[float, tuple[str, ...]], ...] = (
+    (1.2, ("forward", "backward")),
+    (1.5, ("forward",)),
+    (1.5, ("backward",)),
+    (1.5, ("forward", "backward")),
+)
 MODES = (
     "ResiHP",
     "dcp.async_save, thread",
@@ -203,10 +211,30 @@ def _groups_of(maker: str, common: dict[str, Any], times: int) -> list[Measureme
     ]
 
 
+def _loops(device: str, small: bool) -> list[Measurement]:
+    common = {"device": device, "small": small}
+    return [
+        one
+        for kind in ALL_KINDS
+        for one in (
+            Measurement(f"{kind}, twice the tokens", f"{_LOOPS}:healthy", {**common, "kind": kind}),
+            *(
+                Measurement(
+                    f"{kind}, {factor}x in {' and '.join(passes)}",
+                    f"{_LOOPS}:named",
+                    {**common, "kind": kind, "factor": factor, "passes": passes},
+                )
+                for factor, passes in SLOW_PASSES
+            ),
+        )
+    ]
+
+
 PARTS: dict[int, tuple[str, Callable[[str, bool], list[Measurement]]]] = {
     1: ("hooks, instrument and checkpoints on a device", _hooks_and_checkpoints),
     2: ("four ranks on one device: the elastic engine, and ordinary loops", _engine),
     3: ("NCCL with several ranks on one device, and CUDA IPC", _groups),
+    4: ("ordinary loops over NCCL, slow in some of their passes", _loops),
 }
 
 
