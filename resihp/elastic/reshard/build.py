@@ -41,6 +41,7 @@ from .buffers import (
 from .exchange import Pair, pairs_of
 from .gradient_migration import moves_of_sums
 from .shared_memory import PeerLink, probe_peer_memory
+from .warmup import warm_up_stage
 
 _log = logging.getLogger("resihp.elastic")
 
@@ -239,6 +240,9 @@ class Generation:
             except Exception as error:
                 self._report_fault(error)
                 raise
+            if self._engine is None and self._before is not None:
+                alone = background.group(f"{name}/alone", (factory.rank,))
+                warm_up_stage(context.setup, alone, groups, pending.shard)
         for group in (transit, *pairs, *(groups.all if groups else ())):
             group.warm_up()
         slice_bytes = context.budget.buffer_bytes // WINDOW

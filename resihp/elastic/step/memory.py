@@ -175,7 +175,7 @@ def _run(
 ) -> _PartBytes:
     before = tensors.live_bytes
     tensors.reset_peak()
-    output = _forward(setup, packed, part, module, _entry(setup, packed))
+    output = part_forward(setup, packed, part, module, entry_of(setup, packed))
     kept = tensors.live_bytes - before - output.nbytes
     output.backward(torch.ones_like(output))
     peak = tensors.peak_bytes - before
@@ -186,8 +186,8 @@ def _run_half(
     setup: Setup, packed: Packed, part: str, module: nn.Module, tensors: LiveTensors
 ) -> int:
     """Bytes held after the input half of a backward pass, without output and input's gradient."""
-    before, entry = tensors.live_bytes, _entry(setup, packed)
-    output = _forward(setup, packed, part, module, entry)
+    before, entry = tensors.live_bytes, entry_of(setup, packed)
+    output = part_forward(setup, packed, part, module, entry)
     halves = SplitBackward(entry, output)
     halves.run_input(torch.ones_like(output))
     assert entry.grad is not None
@@ -196,12 +196,13 @@ def _run_half(
     return held
 
 
-def _entry(setup: Setup, packed: Packed) -> torch.Tensor:
+def entry_of(setup: Setup, packed: Packed) -> torch.Tensor:
+    """Zeros as the input of a part, [T, D]."""
     entry = torch.zeros(len(packed.tokens), setup.model.width, device=setup.device)
     return entry.requires_grad_()
 
 
-def _forward(
+def part_forward(
     setup: Setup, packed: Packed, part: str, module: nn.Module, entry: torch.Tensor
 ) -> torch.Tensor:
     """Output of a part; the embedding takes no `entry`."""
