@@ -101,7 +101,8 @@ class LateDriver:
     def mark(self) -> LateMark:
         return LateMark(self)
 
-    def synchronize(self) -> None:
+    def copy_all(self) -> None:
+        """Make the copies that are due."""
         for source, target in self._due:
             target.copy_(source)
         self._due.clear()
@@ -120,7 +121,7 @@ class LateMark:
         self._looks += 1
         if self._looks < 3:
             return False
-        self._driver.synchronize()
+        self._driver.copy_all()
         return True
 
 

@@ -171,6 +171,7 @@ class Generation:
         self.cancelled.set()
         self.abort_groups()
         close_groups(self._built())
+        self.links.clear()  # with them mapped memory of peers
 
     def _built(self) -> Iterator[AbortableProcessGroup]:
         """All groups that were built, also by a failed build; waits for its end."""

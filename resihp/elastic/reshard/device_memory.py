@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
+
+from resihp._shutdown import torch_lock
 
 from .host_memory import TensorAddress
 
@@ -59,15 +62,11 @@ class DeviceDriver(Protocol):
         """Event after the copies so far; its `query` tells whether they have ended."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait for the copies."""
-        ...
-
 
 class CudaIpc:
     """Tensors in the memory of a device; the copies have a stream of their own.
 
-    Allocations stay mapped until this object is freed.
+    Allocations stay mapped until this object is freed, or a moment longer.
     """
 
     words = HANDLE_BYTES // 8 + 1
@@ -113,10 +112,20 @@ class CudaIpc:
 
 
 def _close(driver: DeviceDriver, opened: dict[bytes, int]) -> None:
+    """Unmap in a thread: it waits for the copies, and for the driver."""
     if opened:
-        driver.synchronize()
-    for address in opened.values():
-        driver.close(address)
+        threading.Thread(
+            target=_unmap, args=(driver, [*opened.values()]), name="resihp-unmap", daemon=True
+        ).start()
+
+
+def _unmap(driver: DeviceDriver, opened: Sequence[int]) -> None:
+    ended = driver.mark()
+    while not ended.query():
+        time.sleep(POLL_S)
+    for address in opened:
+        with torch_lock():
+            driver.close(address)
 
 
 class CudaDriver:
@@ -165,10 +174,6 @@ class CudaDriver:
     def mark(self) -> Any:
         """Event after the copies so far."""
         return self._stream.record_event()
-
-    def synchronize(self) -> None:
-        """Wait for the copies."""
-        self._stream.synchronize()
 
     def _current(self) -> ExitStack:
         """Make torch's context the one of this thread, until the end of a block."""
