@@ -45,6 +45,8 @@ from resihp.testing.ordinary_loops import SHARED_DEVICE
 TINY = ModelShape(layers=LAYERS, hidden=64, heads=8, kv_heads=8, ffn=96, vocab=4096)
 MODELS = {
     "31M": SHAPES["30M"],
+    "108M": SHAPES["100M"],
+    "350M": SHAPES["350M"],
     "1B": ModelShape(layers=LAYERS, hidden=3072, heads=24, kv_heads=8, ffn=10240, vocab=4096),
 }
 TIMEOUTS = Timeouts(

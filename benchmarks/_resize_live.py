@@ -35,6 +35,7 @@ TOKENS, MICROBATCHES, STEPS, LAYERS, UNITS = 128, 4, 9, 8, 8
 SHAPES = {
     "30M": ModelShape(layers=LAYERS, hidden=512, heads=8, kv_heads=8, ffn=1536, vocab=4096),
     "100M": ModelShape(layers=LAYERS, hidden=1024, heads=8, kv_heads=8, ffn=2688, vocab=4096),
+    "350M": ModelShape(layers=LAYERS, hidden=1856, heads=8, kv_heads=8, ffn=5120, vocab=4096),
 }
 OPTIMIZER = Optimizer(torch.optim.AdamW, foreach=True)
 ALONE = Stage((0,), (0, LAYERS), (UNITS,))

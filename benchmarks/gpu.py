@@ -8,8 +8,10 @@
 
 Each part ends with one table. Every row runs in processes of its own with a deadline, so that a row
 that fails or hangs costs no other; a row for which no time is left says so. Where there is no
-device, no part runs. `--rehearse` runs tiny sizes on the CPU instead: it shows that rows run, and
-its figures mean nothing. Needs torch 2.11, numpy, msgpack and urllib3, and nothing of a service.
+device, no part runs. `--device cpu` runs the rows on the host, for a machine with a core for each
+rank: gloo, and shared memory in the place of CUDA IPC. `--rehearse` runs tiny sizes there: it shows
+that rows run, and its figures mean nothing. Needs torch 2.11, numpy, msgpack and urllib3, and
+nothing of a service.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ CHANGES = (
     "3 -> 4 ranks",
     "quotas only",
 )
+ALL_CHANGES = ("31M", "1B")
+"""Models of which every change is made."""
 _HOOKS, _CHECKPOINT, _ENGINE, _NCCL, _IPC, _LOOPS = (
     f"benchmarks._gpu_{name}" for name in ("hooks", "checkpoint", "engine", "nccl", "ipc", "loops")
 )
@@ -55,10 +59,10 @@ MODES = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts, print their tables, and write JSON where asked."""
     options = _options(arguments)
-    why = None if options.rehearse else refusal()
+    device = "cpu" if options.rehearse else options.device
+    why = None if device == "cpu" else refusal()
     if why is not None:
         print(f"{why}\n0 parts run")
-    device = "cpu" if options.rehearse else "cuda"
     document: dict[str, Any] = {"device": device, "why": why, "parts": {}}
     for number in () if why else sorted(set(options.part or PARTS)):
         title, measurements = PARTS[number]
@@ -83,6 +87,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for each part (default 9)")
     parser.add_argument("--only", default="", metavar="WORDS", help="rows with them in their name")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU")
     return parser.parse_args(arguments)
 
@@ -139,8 +144,8 @@ def _checkpoint_s(gib: float) -> float:
 
 def _engine(device: str, small: bool) -> list[Measurement]:
     common = {"device": device, "small": small}
-    sizes = {"31M": 60.0} if small else {"31M": 60.0, "1B": 120.0}
-    makers = ("gloo",) if small else ("staged", "nccl")
+    sizes = {"31M": 60.0} if small else {"31M": 60.0, "108M": 60.0, "350M": 90.0, "1B": 120.0}
+    makers = ("gloo",) if device == "cpu" else ("staged", "nccl")
     times = 6 if small else 50
     return [
         *(one for maker in makers for one in _faults(maker, common)),
@@ -152,7 +157,7 @@ def _engine(device: str, small: bool) -> list[Measurement]:
                 seconds,
             )
             for size, seconds in sizes.items()
-            for name in CHANGES
+            for name in (CHANGES if size in ALL_CHANGES else CHANGES[:2])
         ),
         *(
             Measurement(
@@ -162,6 +167,7 @@ def _engine(device: str, small: bool) -> list[Measurement]:
                 seconds,
             )
             for size, seconds in sizes.items()
+            if size in ALL_CHANGES
             for maker in makers
         ),
         Measurement(
@@ -191,7 +197,7 @@ def _faults(maker: str, common: dict[str, Any]) -> list[Measurement]:
 
 def _groups(device: str, small: bool) -> list[Measurement]:
     common, times = {"device": device, "small": small}, 6 if small else 50
-    makers = ("gloo",) if small else ("nccl", "reconfigure")
+    makers = ("gloo",) if device == "cpu" else ("nccl", "reconfigure")
     return [
         Measurement("hand-over by CUDA IPC", f"{_IPC}:hand_over", common, 60),
         *(one for maker in makers for one in _groups_of(maker, common, times)),
