@@ -116,7 +116,8 @@ class SharedMemoryTransport:
 
     def recv(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Start to learn the places of the source's tensors, and read them."""
-        table = _empty_table(self._memory, tensors).to(self._memory.device)
+        shape = (len(tensors), _width(self._memory, tensors))
+        table = torch.zeros(shape, dtype=torch.int64, device=self._memory.device)
         return self._read(tensors, table, self._group.start_broadcast(table, self.source))
 
     def _told(self, work: dist.Work) -> Transfer:
@@ -209,14 +210,13 @@ def is_readable(move: Move) -> bool:
 
 def place_table(memory: MemoryAccess, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Place and strides of each tensor, [tensors, words + dimensions], int64, on their device."""
-    table = _empty_table(memory, tensors)
-    for row, tensor in zip(table, tensors, strict=True):
-        row[: memory.words + tensor.dim()] = torch.tensor(memory.place(tensor))
+    width = _width(memory, tensors)
+    places = [memory.place(tensor) for tensor in tensors]
+    table = torch.tensor([place + [0] * (width - len(place)) for place in places])
     if memory.device.type == "cpu":
         return table
     return table.pin_memory().to(memory.device, non_blocking=True)
 
 
-def _empty_table(memory: MemoryAccess, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    dims = max(tensor.dim() for tensor in tensors)
-    return torch.zeros(len(tensors), memory.words + dims, dtype=torch.int64)
+def _width(memory: MemoryAccess, tensors: Sequence[torch.Tensor]) -> int:
+    return memory.words + max(tensor.dim() for tensor in tensors)
