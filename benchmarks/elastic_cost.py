@@ -1,9 +1,9 @@
 """What being elastic costs while nothing happens: steps with the runtime's watching, and without.
 
-Two replicas train in two processes. The same engine makes blocks of steps inside `Trainer.run`
-(heartbeats, the agent's long poll, a look for a plan in each step) and in a bare loop, in the same
-processes and run; blocks of several runs are compared by their medians. On a machine that others
-load, too, the processor time of all threads tells more than the clock.
+Two replicas train in two processes. An engine makes blocks of steps inside `Trainer.run`
+(heartbeats, the agent's long poll, a look for a plan in each step), and one by itself in a bare
+loop, in the same processes and run; blocks of several runs are compared by their medians. On a
+machine that others load, too, the processor time of all threads tells more than the clock.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from resihp.contracts import Layout, ModelShape, Plan
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.planning.sources import NoPlans
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory, WaitClock
+from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, connect
 from resihp.elastic.state.events import Callbacks
-from resihp.elastic.step import ReducedStep, Setup
+from resihp.elastic.step import Engine, ReducedStep, Setup
+from resihp.elastic.step.shard import initial_shard
 from resihp.elastic.trainer import Trainer
 from resihp.testing.local_ranks import LocalRanks
 
@@ -61,18 +64,18 @@ def main() -> None:
         write_json(options.json, told)
 
 
-def measure() -> dict[str, list[float]]:
-    """Milliseconds of the first rank's steps, elastic and bare."""
+def measure(steps: int = STEPS) -> dict[str, list[float]]:
+    """Milliseconds of the first rank's steps, elastic and bare, without the first ones of each."""
     with tempfile.TemporaryDirectory(prefix="resihp-cost-") as name:
         folder = Path(name)
         with LocalRanks("cost", folder) as ranks:
-            ranks.start(range(2), run_rank, folder)
+            ranks.start(range(2), run_rank, folder, steps)
             assert set(ranks.wait(300).values()) == {0}, ranks.logs()
         told: dict[str, list[float]] = json.loads((folder / "steps-0.json").read_text())
     return told
 
 
-def run_rank(rank: int, host: str, port: int, folder: Path) -> None:
+def run_rank(rank: int, host: str, port: int, folder: Path, steps: int) -> None:
     """A block of steps in the trainer, and one without it."""
     torch.set_num_threads(1)
     patient = timedelta(minutes=10)  # nobody beats in the bare loop
@@ -88,18 +91,29 @@ def run_rank(rank: int, host: str, port: int, folder: Path) -> None:
         last = now
         used.append(time.process_time() * 1e3)
 
+    setup = Setup(Llama(SHAPE), Optimizer(torch.optim.AdamW), batch)
+    plan = Plan(version=0, layout=LAYOUT, quotas=(2, 2))
     trainer = Trainer(
-        Setup(Llama(SHAPE), Optimizer(torch.optim.AdamW), batch),
-        Plan(version=0, layout=LAYOUT, quotas=(2, 2)),
+        setup,
+        plan,
         Rendezvous(lambda: connect(host, port, "cost", timeouts), rank, range(2), timeouts),
         NoPlans(),
         callbacks=Callbacks(on_step=on_step),
     )
-    trainer.run(STEPS)
-    engine = trainer.engine
-    assert engine is not None
+    trainer.run(steps)
+    waited = WaitClock()
+    factory = ProcessGroupFactory(
+        connect(host, port, "cost", timeouts),
+        rank,
+        broken=lambda ranks, waited_s: None,
+        timeout=patient,
+        waited=waited,
+    )
+    groups = build_layout_groups(factory, LAYOUT, setup.model.parameters, name="bare")
+    shard = initial_shard(setup.model, setup.optimizer, groups)
+    engine = Engine(setup, groups, shard, plan, waited)
     bare = []
-    for step in range(STEPS, 2 * STEPS):
+    for step in range(steps):
         start = time.perf_counter()
         engine.accumulate(step)
         engine.update(engine.reduce(step, 0).norm, step)
@@ -108,8 +122,8 @@ def run_rank(rank: int, host: str, port: int, folder: Path) -> None:
     told = {
         "elastic": elastic[SKIPPED:],
         "bare": bare[SKIPPED:],
-        "elastic_cpu": [(used[STEPS - 1] - used[SKIPPED]) / (STEPS - 1 - SKIPPED)],
-        "bare_cpu": [(used[-1] - used[STEPS + SKIPPED]) / (STEPS - 1 - SKIPPED)],
+        "elastic_cpu": [(used[steps - 1] - used[SKIPPED]) / (steps - 1 - SKIPPED)],
+        "bare_cpu": [(used[-1] - used[steps + SKIPPED]) / (steps - 1 - SKIPPED)],
     }
     (folder / f"steps-{rank}.json").write_text(json.dumps(told))
 

@@ -96,7 +96,9 @@ def measure(ranks: int, steps: int) -> dict[str, float]:
     errors = [document for kind, document in session.changes.events if kind == "error"]
     if errors:
         raise RuntimeError(f"the session failed: {errors[0]}")
-    later = [_spent_ms(work) for work in (partial(session.tick, 1.0), session.status, session.save)]
+    later = [
+        _spent_ms(work) for work in (partial(session.tick, 1.0, 0.0), session.status, session.save)
+    ]
     planner.close()
     message_ms, heartbeat_ms = (float(np.mean(times[1:])) for times in (telemetry, heartbeats))
     sizes = len(json.dumps(session.status())), sum(map(len, session.save().values()))
