@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -245,18 +245,23 @@ def test_who_may_not_read_may_still_be_read(caplog: pytest.LogCaptureFixture) ->
     assert "rank 0 does not read rank 1's memory: Operation not permitted" in caplog.text
 
 
-@pytest.fixture(params=["host", "device"])
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    with late_device_memory() if request.param == "device" else nullcontext():
-        yield request.param
+CHANGES = [(GRID, UNEVEN), (UNEVEN, SHIFTED), (GRID, ALONE)]
 
 
-@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("apart", [(), (0,), tuple(range(8))])
-@pytest.mark.parametrize(("old", "new"), [(GRID, UNEVEN), (UNEVEN, SHIFTED), (GRID, ALONE)])
+@pytest.mark.parametrize(("old", "new"), CHANGES)
 def test_ranges_arrive_whoever_is_on_the_same_host(
     old: Layout, new: Layout, apart: tuple[int, ...]
 ) -> None:
+    check_ranges(old, new, apart)
+
+
+def test_ranges_arrive_from_device_to_device() -> None:
+    with late_device_memory():
+        check_ranges(*CHANGES[0], apart=(0,))
+
+
+def check_ranges(old: Layout, new: Layout, apart: tuple[int, ...]) -> None:
     """Ranks of `apart` are alone on their hosts. Rows of all lengths, so that some are sent."""
     planned = moves(old, new, PARAMETERS)
     assert len({is_readable(move) for move in planned}) == 2
