@@ -103,6 +103,11 @@ def test_memory_that_cannot_be_exported_is_sent(drivers: list[LateDriver]) -> No
         assert not any(link.memory for link in on_ranks((0, 1), probed).values())
 
 
+def test_memory_that_torch_cannot_take_is_sent(drivers: list[LateDriver]) -> None:
+    with mock.patch.object(LateDriver, "copy", side_effect=RuntimeError("no such DLPack")):
+        assert not any(link.memory for link in on_ranks((0, 1), probed).values())
+
+
 def test_who_may_not_map_may_still_be_read(
     drivers: list[LateDriver], caplog: pytest.LogCaptureFixture
 ) -> None:

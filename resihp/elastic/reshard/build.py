@@ -137,6 +137,11 @@ class Generation:
         return self.transit is None
 
     @property
+    def _is_newcomer(self) -> bool:
+        """True if this rank comes into a job that trains; after a failure the others wait."""
+        return self._engine is None and self._before is not None and self.lost is None
+
+    @property
     def shard(self) -> Shard | None:
         """The new shard."""
         return self.pending.shard if self.pending is not None else None
@@ -241,7 +246,7 @@ class Generation:
             except Exception as error:
                 self._report_fault(error)
                 raise
-            if self._engine is None and self._before is not None:
+            if self._is_newcomer:
                 alone = background.group(f"{name}/alone", (factory.rank,))
                 warm_up_stage(context.setup, alone, groups, pending.shard)
         for group in (transit, *pairs, *(groups.all if groups else ())):

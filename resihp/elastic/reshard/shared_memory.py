@@ -30,6 +30,9 @@ _log = logging.getLogger("resihp.elastic")
 MIN_RUN_BYTES = 256
 """Shorter rows that are not adjacent are packed and sent: reading costs about 0.3 us per row."""
 
+_REFUSALS = (OSError, RuntimeError, BufferError, AttributeError)
+"""What a system, a driver or a torch may raise that cannot do this; found out by the first read."""
+
 
 class MemoryAccess(Protocol):
     """A way to read the memory of another process.
@@ -171,7 +174,7 @@ def probe_peer_memory(
         if attach:
             memory = memory_of(device, slice_bytes)
             place = memory.place(token)
-    except OSError as error:
+    except _REFUSALS as error:
         memory, refusal = None, str(error)
     card = torch.zeros(16, dtype=torch.int64)
     own = [memory is not None, *token.tolist(), *place]
@@ -183,7 +186,7 @@ def probe_peer_memory(
         peer = PeerProcess(peer_rank, memory, tuple(where), tuple(theirs))
         try:
             peer.check()
-        except OSError as error:
+        except _REFUSALS as error:
             peer, refusal = None, str(error)
     if peer is None:
         _log.debug("rank %d does not read rank %d's memory: %s", rank, peer_rank, refusal)
