@@ -17,7 +17,7 @@ from resihp.contracts import JobStoppedError
 from resihp.elastic.rendezvous import keys
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.elastic.rendezvous.heartbeats import prepare
-from resihp.elastic.rendezvous.liveness import HOST_LOOKS, LivenessSummary
+from resihp.elastic.rendezvous.liveness import HOST_LOOKS, HostWatcher, LivenessSummary
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import (
     StorePool,
@@ -39,6 +39,7 @@ class Server:
     answers      no request is answered before it is set
     late         requests that were made before: they fail
     connections  of each rank
+    is_gone      no new ones can be opened
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,11 @@ class Server:
         self.answers.set()
         self.late: list[str] = []
         self.connections: dict[int, list[Connection]] = {0: [], 1: []}
+        self.is_gone = False
 
     def connect(self, rank: int) -> dist.Store:
+        if self.is_gone:
+            raise dist.DistNetworkError("connection refused")
         self.connections[rank].append(Connection(self))
         return cast(dist.Store, self.connections[rank][-1])
 
@@ -188,6 +192,31 @@ def test_a_store_that_was_late_is_asked_on(
     assert not liveness(server).silent
     assert not any(one.stores.is_cut_off for one in ranks)
     assert set(map(len, server.connections.values())) == {2}
+
+
+def test_without_a_store_the_ranks_of_a_host_watch_each_other(
+    server: Server, start: Callable[..., Rendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo may wait for good for a peer that has died."""
+    ranks = start(0), start(1)
+    wait_until(lambda: liveness(server).present.keys() == {0, 1})
+    server.is_gone = True
+    for rank in (0, 1):
+        server.reset(rank)
+    wait_until(lambda: all(one.stores.is_cut_off for one in ranks))
+    looks, look = [0], HostWatcher.look
+
+    def counted(*arguments: Any) -> LivenessSummary | None:
+        looks[0] += 1
+        return look(*arguments)
+
+    monkeypatch.setattr(HostWatcher, "look", counted)
+    wait_until(lambda: looks[0] > 2 * HOST_LOOKS)
+    assert ranks[0].broken((0, 1), 1.5) is None
+    ranks[1].close()
+    wait_until(lambda: ranks[0].lost((0, 1), 1.5) == [1])
+    with pytest.raises(JobStoppedError, match=r"ranks \[1\] do not answer.*the store is gone"):
+        ranks[0].broken((0, 1), 1.5)
 
 
 def test_an_unused_connection_that_has_broken_is_not_lent(server: Server) -> None:

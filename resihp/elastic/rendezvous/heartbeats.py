@@ -101,13 +101,15 @@ class Heartbeats:
         """Seconds until `watch` is to be called again."""
         return self._next_look_s - self._clock()
 
+    def watch_host(self) -> LivenessSummary | None:
+        """Look at the processes of this host; returns what this rank has to write of them."""
+        self._next_look_s = self._clock() + self.interval_s
+        return None if self._table is None else self._host_watcher.look(self._table.read())
+
     def watch(self, store: dist.Store) -> None:
         """Look at the processes of this host, and write what this rank has to write of them."""
-        self._next_look_s = self._clock() + self.interval_s
-        if self._table is None:
-            return
-        summary = self._host_watcher.look(self._table.read())
-        if summary is None:
+        summary = self.watch_host()
+        if summary is None or self._table is None:
             return
         store.set(keys.host_liveness(self._table.host), summary.encode())
         if not self._is_listed:
@@ -164,6 +166,11 @@ class Heartbeats:
         Nothing is known before the first `refresh` since the wait began.
         """
         return self._lost(ranks, self._ask(waited_s), waited_s)
+
+    def silent_on_host(self, ranks: Collection[int]) -> list[int]:
+        """Return those of `ranks` on this host that have not beaten for the time-out: all that is
+        known without a store."""
+        return sorted(self._host_watcher.silent.intersection(ranks) - {self._rank})
 
     def is_refresh_due(self, members: int) -> bool:
         """Return whether a rank that waits needs a newer view of the others.

@@ -187,10 +187,12 @@ class LivenessView:
 class HostWatcher:
     """Watch of one host by one of its ranks.
 
-    rank  this rank
+    rank    this rank
+    silent  ranks of this host that have not beaten for the time-out, as of the last look
     """
 
     def __init__(self, rank: int) -> None:
+        self.silent = frozenset[int]()
         self._rank, self._count = rank, 0
         self._counter = SilenceCounter[int]()
 
@@ -200,12 +202,13 @@ class HostWatcher:
         beats  (number, beat) of the processes of this host by rank, this rank's among them
         """
         looks = {rank: self._counter.look(rank, beats[rank]) for rank in sorted(beats)}
+        self.silent = frozenset(rank for rank, missed in looks.items() if missed >= LOOKS)
         first = next((rank for rank, missed in looks.items() if missed < TAKEOVER_LOOKS), None)
         if first != self._rank:
             return None
         self._count += 1
         present = {rank: number for rank, (number, _) in beats.items()}
-        silent = {rank: present[rank] for rank, missed in looks.items() if missed >= LOOKS}
+        silent = {rank: present[rank] for rank in sorted(self.silent)}
         return LivenessSummary(self._count, str(self._rank), present, silent)
 
 

@@ -37,7 +37,9 @@ class Rendezvous:
     """One rank's view of the members of its job. `start` begins to watch the store in a thread.
 
     Once the store is gone (`stores.is_cut_off`) training continues in the present generation; a
-    loss then stops the job.
+    loss then stops the job. A loss shows in an exchange that fails. gloo may not notice that the
+    peer of an exchange has died: then it shows on the same host after `Timeouts.heartbeat`, between
+    hosts after `Timeouts.exchange`.
 
     host      address by which peers reach this rank
     ranks     all members; none for a joiner, which sends no heartbeats before `enter`: another
@@ -200,7 +202,7 @@ class Rendezvous:
         no rank is known to be lost. Ask again while you wait.
         """
         if self.stores.is_cut_off:
-            return []
+            return self._heartbeats.silent_on_host(ranks)
         lost = self._heartbeats.known_silent(ranks, waited_s)
         if self._heartbeats.is_refresh_due(len(self.alive)):
             self._woken.set()
@@ -310,17 +312,18 @@ class Rendezvous:
             self._stopped = store.get(keys.STOPPED).decode()
 
     def _watch(self) -> None:
+        store: dist.Store | None = None
         try:
-            store: dist.Store | None = self.stores.open()
+            store = self.stores.open()
         except (dist.DistError, JobStoppedError) as error:
             self.stores.cut_off(error)
-            return
         while store is not None and not self._closed.is_set():
             try:
                 self._watch_store(store)
             except dist.DistError as error:
                 store = self.stores.reopen(store, error)
                 self.stores.is_there()  # the other connection has broken at the same time
+        self._watch_host()
 
     def _beat(self, store: dist.Store) -> float:
         """Beat as a member, and take part in the watch of the others.
@@ -353,6 +356,14 @@ class Rendezvous:
                 next_s = now_s + max(poll_s, len(self.alive) / REQUESTS_PER_S)
                 seen = self._read_changes(store, seen)
             pause_s = min(pause_s, max(next_s - time.monotonic(), 0.0))
+
+    def _watch_host(self) -> None:
+        """Beat, and watch the processes of this host, without a store."""
+        beats, pause_s = self._heartbeats, self.timeouts.poll.total_seconds()
+        while not self._is_closed_within(pause_s):
+            beats.beat()
+            if beats.due_s() <= 0.0:
+                beats.watch_host()
 
     def _is_closed_within(self, pause_s: float) -> bool:
         self._woken.wait(pause_s)
