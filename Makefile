@@ -38,7 +38,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 tests: setup
-	$(BIN)/python -m pytest --numprocesses 6 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 5 --dist worksteal $(ARGS)
 
 integrations: .venv-integrations/.installed  ## the trainers that people use, in an environment of their own
 	.venv-integrations/bin/python -m pytest -m "integrations and not soak" tests/integrations $(ARGS)
@@ -52,8 +52,8 @@ integrations: .venv-integrations/.installed  ## the trainers that people use, in
 TORCH_NEXT := .venv-torch-next/bin/python
 
 test-torch-next: .venv-torch-next/.installed  ## the elastic runtime on a newer torch, by gloo and by its reconfigure API
-	RESIHP_PROCESS_GROUPS=gloo $(TORCH_NEXT) -m pytest --numprocesses 6 --dist worksteal tests/elastic $(ARGS)
-	RESIHP_PROCESS_GROUPS=reconfigure $(TORCH_NEXT) -m pytest --numprocesses 6 --dist worksteal tests/elastic $(ARGS)
+	RESIHP_PROCESS_GROUPS=gloo $(TORCH_NEXT) -m pytest --numprocesses 5 --dist worksteal tests/elastic $(ARGS)
+	RESIHP_PROCESS_GROUPS=reconfigure $(TORCH_NEXT) -m pytest --numprocesses 5 --dist worksteal tests/elastic $(ARGS)
 
 .venv-torch-next/.installed: pyproject.toml constraints-torch-next.txt
 	$(PYTHON) -m venv .venv-torch-next

@@ -17,7 +17,7 @@ from resihp.offline import analyze, read_trace
 
 @pytest.mark.timeout(900)
 def test_slow_and_dead_ranks_are_survived_without_changing_the_training(tmp_path: Path) -> None:
-    settings = DemoSettings(steps=30, microbatches=4, slow_at=10, dead_at=18, plan_wait_s=3.0)
+    settings = DemoSettings(steps=26, microbatches=4, slow_at=10, dead_at=18, plan_wait_s=3.0)
     with (tmp_path / "screen.txt").open("w") as screen:
         display = LiveDisplay(settings.plan(), settings.steps, console=Console(file=screen))
         with display:

@@ -95,14 +95,16 @@ def test_ranks_that_cannot_agree_any_more_train_on(tmp_path: Path) -> None:
     assert [of_rank[-1]["failures"] for of_rank in kept] == [1, 1, 1]
 
 
-def test_a_hundred_changes_leave_nothing_behind(tmp_path: Path) -> None:
-    offers = tuple(plan(v, *((6, 2, 1) if v % 2 else (2, 1, 6))) for v in range(1, 101))
-    loop = QuotaLoop(steps=404, offers=offers, every=4)
+@pytest.mark.parametrize("changes", [25, pytest.param(100, marks=pytest.mark.soak)])
+def test_many_changes_leave_nothing_behind(changes: int, tmp_path: Path) -> None:
+    offers = tuple(plan(v + 1, *((2, 1, 6) if v % 2 else (6, 2, 1))) for v in range(changes))
+    loop = QuotaLoop(steps=4 * changes + 4, offers=offers, every=4)
     kept = play(loop, tmp_path)
     assert_same_training(loop, kept)
     for of_rank in kept:
-        assert [step["version"] for step in of_rank[3:-1:4]] == [*range(1, 101), 100]
-        early, late = of_rank[40:140], of_rank[-101:-1]
+        versions = [step["version"] for step in of_rank[3:-1:4]]
+        assert versions == [*range(1, changes + 1), changes]
+        early, late = of_rank[changes // 2 : changes * 2], of_rank[-changes - 1 : -1]
         for what in ("threads", "files"):
             assert max(step[what] for step in late) <= max(step[what] for step in early), what
 

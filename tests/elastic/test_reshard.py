@@ -161,7 +161,7 @@ def test_without_reading_all_of_it_travels_through_sockets(tmp_path: Path) -> No
     outcomes = []
     for attach in (True, False):
         memory = ReshardBudget(limit_bytes=16384, attach=attach)
-        case = Case(SMALL, STEPS, plans, ranks=ranks, memory=memory)
+        case = Case(SMALL, 6, plans, ranks=ranks, memory=memory)
         outcomes.append(run(case, tmp_path / str(attach)))
         at = {(s["version"], s["at"]) for s in outcomes[-1].switches}
         assert at == {(p.version, p.from_step) for p in plans}, outcomes[-1].logs

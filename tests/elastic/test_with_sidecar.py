@@ -46,7 +46,7 @@ class Running:
 
     def __init__(self, ranks: LocalRanks, sidecar: Sidecar, folder: Path) -> None:
         self.ranks, self.sidecar, self.folder = ranks, sidecar, folder
-        self.case = Case(GRID, 1_000_000, source=from_sidecar, timeouts=TIMEOUTS, step_s=0.2)
+        self.case = Case(GRID, 1_000_000, source=from_sidecar, timeouts=TIMEOUTS, step_s=0.5)
         self.client = Client(sidecar.url, timeout=60.0)
 
     def start(self, *ranks: int, joining: bool = False) -> None:
