@@ -17,6 +17,10 @@ _TICK_S = 0.25  # between two checks of a job that do not depend on its messages
 _LONGEST_TICK_S = 1.0  # a longer pause of the worker does not count against the ranks
 # Limit of the growth of the append-only file; a state that is not saved can be replayed.
 _SAVE_BYTES_PER_S = 4e6
+_CALM_SHARE, _CALM_S = 0.5, 30.0
+"""Of a job whose verdicts and layout have not changed for a time a diagnosis may have this share of
+its age, up to so many seconds."""
+_CHANGES = frozenset({"verdict", "link", "plan_applied"})
 _URGENT = frozenset({"plan", "planning", "plan_applied"})
 _URGENT_VERDICTS = frozenset({Status.FAIL_SLOW.value, Status.FAIL_STOP.value})
 
@@ -27,6 +31,7 @@ class OwnedJob:
 
     saved        names of the parts of its saved state
     saved_bytes  size of those that the last commit wrote
+    changed_s    when verdicts or the layout changed last
     """
 
     lease: Lease
@@ -40,10 +45,13 @@ class OwnedJob:
     ticked_s: float = field(default_factory=time.monotonic)
     diagnosed_s: float = float("-inf")
     diagnosed_step: int = -1
+    changed_s: float = field(default_factory=time.monotonic)
 
     def diagnosis_is_due(self, every_s: float, *, commit_every_s: float) -> bool:
         """True if the last diagnosis and the saved state are old and there are newer steps."""
-        is_old = time.monotonic() - self.diagnosed_s > every_s
+        now_s = time.monotonic()
+        calm_s = min(_CALM_SHARE * (now_s - self.changed_s), _CALM_S)
+        is_old = now_s - self.diagnosed_s > max(every_s, calm_s)
         has_steps = self.session.last_step > self.diagnosed_step
         return is_old and has_steps and self._is_old(commit_every_s)
 
@@ -91,6 +99,8 @@ class OwnedJob:
         Arrays of the state that are saved already are not written again.
         """
         changes, self.session.changes = self.session.changes, PendingChanges()
+        if any(kind in _CHANGES for kind, _ in changes.events):
+            self.changed_s = time.monotonic()
         state = self.session.save()
         known = {name for name in self.saved if name.startswith(ARRAY)}
         written = {name: part for name, part in state.items() if name not in known}

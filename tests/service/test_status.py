@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +70,28 @@ def test_a_document_is_written_once() -> None:
     body = b'{"ranks": [5], "step": 3, "detail": "lost", "reported_by": 0}'
     session.apply(JobMessage("9-0", MessageKind.FAILURE, body))
     assert {"healthy", "verdicts", "devices"} <= owned.changed_status().keys()
+
+
+def test_a_job_in_which_nothing_changes_is_diagnosed_less_often() -> None:
+    session, now_s = session_with_steps(), time.monotonic()
+    owned = OwnedJob(Lease("j", b"1:w", b"1"), session, committed_s=now_s - 60.0)
+
+    def is_due(diagnosed_s: float) -> bool:
+        owned.diagnosed_s = now_s - diagnosed_s
+        return owned.diagnosis_is_due(5.0, commit_every_s=1.0)
+
+    owned.changed_s = now_s - 1.0
+    assert is_due(7.0)
+    owned.changed_s = now_s - 20.0
+    assert not is_due(7.0)
+    assert is_due(15.0)
+    owned.changed_s = now_s - 3600.0
+    assert is_due(40.0)
+    body = b'{"ranks": [5], "step": 3, "detail": "lost", "reported_by": 0}'
+    session.apply(JobMessage("9-0", MessageKind.FAILURE, body))
+    owned.commit()
+    owned.committed_s = now_s - 60.0
+    assert is_due(7.0)
 
 
 def test_arrays_that_have_not_changed_are_not_written_again(
