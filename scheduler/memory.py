@@ -32,6 +32,7 @@ class MemoryFootprint:
     layer_pass, head_pass  most that one pass needs on top, once
     layer_split, head_split  what is held between the halves of a split backward pass instead of
                         `activations`, and by the head
+    layer_split_pass, head_split_pass  most that such a pass needs on top, once
     boundary_bytes      output of a stage, kept for each microbatch in flight
     reduce_share        of the state, again, for gradients summed over replicas: of all layers but
                         one while the last backward pass runs through that one
@@ -49,6 +50,8 @@ class MemoryFootprint:
     head_pass: RankAmount
     layer_split: RankAmount
     head_split: RankAmount
+    layer_split_pass: RankAmount
+    head_split_pass: RankAmount
     boundary_bytes: float
     reduce_share: float
     update: RankAmount
@@ -66,6 +69,8 @@ class MemoryFootprint:
         layer, table = (model.layer_params, model.embedding_params) if model else (0, 0)
         reduced = memory.reduce_bytes_per_param if replicas > 1 else 0.0
         activations = memory.layer_activations or RankAmount(split=_derived_activations(job))
+        between = max(activations, memory.layer_split, key=lambda one: one.of_share(1.0))
+        whole = _less(memory.layer_pass, _less(between, activations))
         return cls(
             layer=_scaled(memory.layer_params or RankAmount(split=layer), per_param),
             first=_scaled(memory.first_params or RankAmount(split=table), per_param),
@@ -76,8 +81,10 @@ class MemoryFootprint:
             first_activations=memory.first_activations,
             layer_pass=memory.layer_pass,
             head_pass=memory.head_pass,
-            layer_split=max(activations, memory.layer_split, key=lambda one: one.of_share(1.0)),
+            layer_split=between,
             head_split=memory.head_split,
+            layer_split_pass=memory.layer_split_pass or whole,
+            head_split_pass=memory.head_split_pass or _less(memory.head_pass, memory.head_split),
             boundary_bytes=memory.boundary_bytes,
             reduce_share=reduced / per_param if per_param else 0.0,
             update=memory.update,
@@ -93,11 +100,13 @@ class MemoryFootprint:
 
         widest     share of the layer that the stage's most loaded rank holds
         in_flight  microbatches of which the stage holds activations
-        split      those of them between the halves of their backward pass
+        split      those of them between the halves of their backward pass; a chain of one stage
+                   has no bubble, and runs both halves as one
         """
         if self.budget_bytes is None:
             return np.full(widest.shape, _UNLIMITED)
         stages = np.arange(widest.shape[1])
+        split = split if len(stages) > 1 else np.zeros_like(split)
         first, last = stages == 0, stages == stages[-1]
         state = self._ends(widest, first, last)
         layer, head = self._working(widest, split, last)
@@ -115,6 +124,7 @@ class MemoryFootprint:
     ) -> list[float]:
         """Peak bytes of every rank of a stage; `in_flight` and `split` as in `most_layers`."""
         shares = np.array(stage.shares) / sum(stage.shares)
+        split = 0 if first and last else split
         layers, is_last = stage.layer_count, np.array(last)
         state = layers * _of_share(self.layer, shares) + self._ends(shares, first, is_last)
         layer, head = self._working(shares, np.array(split), is_last)
@@ -141,15 +151,14 @@ class MemoryFootprint:
         return each, besides + self.boundary_bytes * boundaries
 
     def _working(self, shares: Floats, split: Counts, last: Flags) -> tuple[Floats, Floats]:
-        """Most that a pass needs on top, through a layer and through the head.
-
-        Halves of a pass need no more than all of it: what is held between them is part of that.
-        """
+        """Most that a pass needs on top, through a layer and through the head."""
+        split_pass, split_head = self.layer_split_pass, self.head_split_pass
         is_split = split > 0
-        between = _of_share(self.layer_split, shares) - _of_share(self.activations, shares)
-        layer = _of_share(self.layer_pass, shares) - is_split * between
-        head = _of_share(self.head_pass, shares) - is_split * _of_share(self.head_split, shares)
-        return np.maximum(layer, 0.0), np.asarray(last * np.maximum(head, 0.0), np.float64)
+        layer = np.where(
+            is_split, _of_share(split_pass, shares), _of_share(self.layer_pass, shares)
+        )
+        head = np.where(is_split, _of_share(split_head, shares), _of_share(self.head_pass, shares))
+        return layer, np.asarray(last * head, np.float64)
 
     def _reducing(self, shares: Floats) -> Floats:
         """Most that is needed beside state and summed gradients once no activations are held."""
@@ -162,6 +171,12 @@ class MemoryFootprint:
 
 def _scaled(amount: RankAmount, factor: float) -> RankAmount:
     return RankAmount(split=amount.split * factor, whole=amount.whole * factor)
+
+
+def _less(amount: RankAmount, other: RankAmount) -> RankAmount:
+    return RankAmount(
+        split=max(amount.split - other.split, 0.0), whole=max(amount.whole - other.whole, 0.0)
+    )
 
 
 def _of_share(amount: RankAmount, shares: Floats) -> Floats:

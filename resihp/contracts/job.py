@@ -136,6 +136,8 @@ class Memory:
     head_pass          the same for head and loss, with all that they keep
     layer_split, head_split  what a layer, and head and loss, keep of a microbatch between the
                        halves of a split backward pass; 0: as much as before the pass
+    layer_split_pass, head_split_pass  most that such a pass needs on top of that; None: what is
+                       left of `layer_pass` and `head_pass`
     boundary_bytes     output of a stage for one microbatch
     reduce_bytes_per_param  of gradients summed over replicas, when no activations are held
     update             most that the optimizer needs then
@@ -155,6 +157,8 @@ class Memory:
     head_pass: RankAmount = field(default_factory=RankAmount)
     layer_split: RankAmount = field(default_factory=RankAmount)
     head_split: RankAmount = field(default_factory=RankAmount)
+    layer_split_pass: RankAmount | None = None
+    head_split_pass: RankAmount | None = None
     boundary_bytes: float = 0.0
     reduce_bytes_per_param: float = 0.0
     update: RankAmount = field(default_factory=RankAmount)

@@ -74,12 +74,14 @@ class LiveTensors(TorchDispatchMode):
 class _PartBytes:
     """Bytes that a forward pass leaves behind, and most that passes and updates need besides.
 
-    split  what is there between the halves of a split backward pass
+    split       what is there between the halves of a split backward pass
+    split_pass  most that this pass needs besides
     """
 
     kept: int
     working: int
     split: int = 0
+    split_pass: int = 0
     update: int = 0
 
 
@@ -116,6 +118,8 @@ def measure_memory(setup: Setup, packed: Packed, *, budget_bytes: int | None = N
         head_pass=_split(last[0].working, last[1].working),
         layer_split=_split(layer[0].split, layer[1].split),
         head_split=_split(last[0].split, last[1].split),
+        layer_split_pass=_split(layer[0].split_pass, layer[1].split_pass),
+        head_split_pass=_split(last[0].split_pass, last[1].split_pass),
         update=max(
             (_split(whole.update, half.update) for whole, half in (first, layer, last)),
             key=lambda amount: amount.of_share(1.0),
@@ -155,7 +159,8 @@ def _measure(
         _run(setup, packed, part, module, tensors)
         found = _run(setup, packed, part, module, tensors)
         if part != "first":
-            found = replace(found, split=_run_half(setup, packed, part, module, tensors))
+            split, split_pass = _run_halves(setup, packed, part, module, tensors)
+            found = replace(found, split=split, split_pass=split_pass)
         own = {param: module.get_parameter(name_in_part(param)) for param in params}
         return replace(found, update=_update(setup, own, tensors))
 
@@ -182,18 +187,21 @@ def _run(
     return _PartBytes(kept, peak - (kept if part != "last" else 0))
 
 
-def _run_half(
+def _run_halves(
     setup: Setup, packed: Packed, part: str, module: nn.Module, tensors: LiveTensors
-) -> int:
-    """Bytes held after the input half of a backward pass, without output and input's gradient."""
+) -> tuple[int, int]:
+    """Bytes held between the halves of a backward pass, and most besides, without output and
+    input's gradient."""
     before, entry = tensors.live_bytes, entry_of(setup, packed)
     output = part_forward(setup, packed, part, module, entry)
     halves = SplitBackward(entry, output)
+    tensors.reset_peak()
     halves.run_input(torch.ones_like(output))
     assert entry.grad is not None
-    held = tensors.live_bytes - before - output.nbytes - entry.grad.nbytes
+    boundaries = output.nbytes + entry.grad.nbytes
+    held = tensors.live_bytes - before - boundaries
     halves.run_weights()
-    return held
+    return held, tensors.peak_bytes - before - boundaries - held
 
 
 def entry_of(setup: Setup, packed: Packed) -> torch.Tensor:
