@@ -360,10 +360,11 @@ class Rendezvous:
     def _watch_host(self) -> None:
         """Beat, and watch the processes of this host, without a store."""
         beats, pause_s = self._heartbeats, self.timeouts.poll.total_seconds()
-        while not self._is_closed_within(pause_s):
+        while not self._closed.is_set():
             beats.beat()
             if beats.due_s() <= 0.0:
                 beats.watch_host()
+            self._is_closed_within(pause_s)
 
     def _is_closed_within(self, pause_s: float) -> bool:
         self._woken.wait(pause_s)
