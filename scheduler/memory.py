@@ -34,8 +34,8 @@ class MemoryFootprint:
                         `activations`, and by the head
     layer_split_pass, head_split_pass  most that such a pass needs on top, once
     boundary_bytes      output of a stage, kept for each microbatch in flight
-    reduce_share        of the state, again, for gradients summed over replicas: of all layers but
-                        one while the last backward pass runs through that one
+    reduce_share        of the state, again, for gradients summed over replicas: of all but the
+                        first layer and the embedding while the last backward pass runs through that
     update              most that the optimizer needs, when no activations are held
     """
 
@@ -114,7 +114,7 @@ class MemoryFootprint:
         held = _of_share(self.layer, widest)
         room = self.budget_bytes - state - besides - np.maximum(layer, head)
         fits = room / np.maximum(held + each, 1e-9)
-        room = self.budget_bytes - self._reducing(widest)
+        room = self.budget_bytes - self._reducing(widest, first)
         reducing = room / (1.0 + self.reduce_share) - state
         fits = np.minimum(fits, reducing / np.maximum(held, 1e-9))
         return np.asarray(np.clip(np.floor(fits + 1e-9), 0, _UNLIMITED), np.int64)
@@ -130,7 +130,7 @@ class MemoryFootprint:
         layer, head = self._working(shares, np.array(split), is_last)
         each, besides = self._held(shares, np.array(in_flight), np.array(split), first, is_last)
         passes = layers * each + besides + np.maximum(layer if layers else 0.0, head)
-        reducing = state * self.reduce_share + self._reducing(shares)
+        reducing = state * self.reduce_share + self._reducing(shares, first)
         found: list[float] = (state + np.maximum(passes, reducing)).tolist()
         return found
 
@@ -160,13 +160,17 @@ class MemoryFootprint:
         head = np.where(is_split, _of_share(split_head, shares), _of_share(self.head_pass, shares))
         return layer, np.asarray(last * head, np.float64)
 
-    def _reducing(self, shares: Floats) -> Floats:
-        """Most that is needed beside state and summed gradients once no activations are held."""
+    def _reducing(self, shares: Floats, first: Flags) -> Floats:
+        """Most that is needed beside state and summed gradients once no activations are held.
+
+        While the last pass runs through the first layer, its gradients are not summed yet, nor
+        those of the embedding.
+        """
         update = _of_share(self.update, shares)
         if not self.reduce_share:
             return update
-        freed = self.reduce_share * _of_share(self.layer, shares)
-        return np.maximum(update, _of_share(self.layer_pass, shares) - freed)
+        later = _of_share(self.layer, shares) + first * _of_share(self.first, shares)
+        return np.maximum(update, _of_share(self.layer_pass, shares) - self.reduce_share * later)
 
 
 def _scaled(amount: RankAmount, factor: float) -> RankAmount:

@@ -30,11 +30,6 @@ settings.load_profile("tests")
 gc.disable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that wait the longest begin first, so that no process of pytest has them at the end."""
-    items.sort(key=lambda item: item.path.parent.name != "launch")
-
-
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
