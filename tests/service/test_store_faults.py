@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,23 +171,6 @@ def test_a_backlog_that_fills_the_memory_is_applied(
         worker.join(60)
     raw.config_set("maxmemory", 1)
     assert http("DELETE", "/v1/jobs/j").status == 204
-
-
-def test_the_place_of_arrays_that_are_written_anew_is_given_back(raw: redis.Redis) -> None:
-    """Between messages, as states of a large job; libc's allocator would keep as much again."""
-    drawn = random.Random(0)
-    sizes = [drawn.choice((1 << 17, 1 << 18, 1 << 19, 1 << 20, 1 << 21)) for _ in range(40)]
-    for _ in range(10):
-        pipe = raw.pipeline(transaction=False)
-        for number, size in enumerate(sizes):
-            if drawn.random() < 0.4:
-                pipe.hset("state", str(number), bytes(size + drawn.randrange(1 << 15)))
-        for _ in range(100):
-            pipe.xadd("messages", {"body": bytes(drawn.randrange(8_000, 60_000))})
-        pipe.execute()
-        raw.xtrim("messages", maxlen=drawn.randrange(100), approximate=False)
-    memory = raw.info("memory")
-    assert memory["used_memory_rss"] < 1.5 * memory["used_memory"]
 
 
 def test_a_task_that_takes_a_cancellation_for_an_error_of_redis_ends_with_the_app():
