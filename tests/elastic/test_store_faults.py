@@ -95,8 +95,8 @@ def start(server: Server) -> Iterator[Callable[..., Rendezvous]]:
     """Start the rendezvous of a rank of two."""
     started: list[Rendezvous] = []
 
-    def start(rank: int = 0) -> Rendezvous:
-        rendezvous = Rendezvous(lambda: server.connect(rank), rank, (0, 1), TIMEOUTS)
+    def start(rank: int = 0, timeouts: Timeouts = TIMEOUTS) -> Rendezvous:
+        rendezvous = Rendezvous(lambda: server.connect(rank), rank, (0, 1), timeouts)
         rendezvous.start()
         started.append(rendezvous)
         return rendezvous
@@ -197,8 +197,10 @@ def test_a_store_that_was_late_is_asked_on(
 def test_without_a_store_the_ranks_of_a_host_watch_each_other(
     server: Server, start: Callable[..., Rendezvous], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gloo may wait for good for a peer that has died."""
-    ranks = start(0), start(1)
+    """gloo may wait for good for a peer that has died. One whose heartbeats the store may still
+    block is not lost yet."""
+    patient = replace(TIMEOUTS, connect=timedelta(hours=1), exchange=timedelta(hours=1))
+    ranks = start(0, replace(TIMEOUTS, connect=TIMEOUTS.heartbeat)), start(1, patient)
     wait_until(lambda: liveness(server).present.keys() == {0, 1})
     server.is_gone = True
     for rank in (0, 1):
@@ -213,8 +215,12 @@ def test_without_a_store_the_ranks_of_a_host_watch_each_other(
     monkeypatch.setattr(HostWatcher, "look", counted)
     wait_until(lambda: looks[0] > 2 * HOST_LOOKS)
     assert ranks[0].broken((0, 1), 1.5) is None
+    assert ranks[1].broken((0, 1), 1.5) is None
     ranks[1].close()
     wait_until(lambda: ranks[0].lost((0, 1), 1.5) == [1])
+    ranks[0].timeouts = patient
+    assert ranks[0].lost((0, 1), 1.5) == []
+    ranks[0].timeouts = replace(TIMEOUTS, connect=TIMEOUTS.heartbeat)
     with pytest.raises(JobStoppedError, match=r"ranks \[1\] do not answer.*the store is gone"):
         ranks[0].broken((0, 1), 1.5)
 
