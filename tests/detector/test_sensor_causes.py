@@ -231,7 +231,7 @@ def without_sensors() -> Detector:
     return Monitored(None).run(50).detector
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(SENSOR_NAMES), st.floats(0.0, 1e6, width=32), min_size=1, max_size=6

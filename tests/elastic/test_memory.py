@@ -98,7 +98,9 @@ CASES = [
     ("llama", "alone"), ("llama", "tp"), ("llama", "dp"), ("tied", "alone"), ("gpt2", "dp"),
     ("mixture", "tp"),
 ]  # fmt: skip
-SPLIT_CASES = [("gpt2", "tp"), ("llama", "dp"), ("llama", "alone"), ("mixture", "tp")]
+SPLIT_CASES = [
+    ("llama", "alone"), ("llama", "tp"), ("llama", "dp"), ("gpt2", "tp"), ("mixture", "tp"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)

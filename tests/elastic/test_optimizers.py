@@ -63,7 +63,7 @@ ALONE = Layout.grid(dp=1, pp=1, tp=1, layers=4)
 
 
 @pytest.mark.timeout(300)
-@settings(deadline=None, max_examples=60, phases=(Phase.reuse, Phase.generate))
+@settings(deadline=None, max_examples=100, phases=(Phase.reuse, Phase.generate))
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from(sorted(OPTIMIZERS)),

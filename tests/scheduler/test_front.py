@@ -78,7 +78,7 @@ def check_front(job, speeds, current, front):
     assert front[-1].migration_ms <= todays_ms * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
     layers=st.integers(4, 20),

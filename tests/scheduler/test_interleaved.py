@@ -42,7 +42,7 @@ def job(dp=2, pp=2, tp=1, layers=8, chunks=2, microbatches=12, **given_):
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=80)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(1, 2)),
     layers=st.integers(8, 24),

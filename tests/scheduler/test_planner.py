@@ -53,7 +53,7 @@ def check_conserves(job_, plan, speeds):
     assert plan.bound_ms <= plan.step_ms * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=150)
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
     layers=st.integers(4, 24),
@@ -87,7 +87,7 @@ def test_any_job_under_any_faults(shape, layers, per_replica, fixed_ms, head_ms,
     assert ranks <= set(one.layout.ranks)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10**6))
 def test_faults_come_and_go(seed):
     """From any layout that a plan made, a healthy fleet gets back the speed that it had."""
