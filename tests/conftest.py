@@ -7,7 +7,8 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,8 +36,8 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-STARTERS = ("resihp.testing.local_ranks", "tests.checkpoint.helpers")
-RUN_IN_CHILDREN = (
+IN_FORK_SERVER = (
+    "torch._dynamo",
     "resihp.demo.training.worker",
     "tests.checkpoint.test_host_cache",
     "tests.checkpoint.test_ranks",
@@ -49,17 +50,30 @@ RUN_IN_CHILDREN = (
     "tests.elastic.test_with_sidecar",
     "tests.hooks.ddp_ranks",
 )
+"""What the server that forks ranks has imported: a thousand of them need not."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of pytest-xdist share one fork server, which imports while they collect."""
+    _start_fork_server()
+    node.workerinput["fork_server"] = forkserver._forkserver._forkserver_address
+
+
+def _start_fork_server() -> None:
+    forkserver.set_forkserver_preload([*IN_FORK_SERVER])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fork_server() -> None:
-    """The server that forks ranks has imported what they run: a thousand of them need not."""
-    if not any(name in sys.modules for name in STARTERS):
-        return  # no test of this session starts any
-    from resihp.testing import local_ranks
-
-    forkserver.set_forkserver_preload([*local_ranks._PRELOAD, *RUN_IN_CHILDREN])
-    forkserver.ensure_running()
+def _fork_server(request: pytest.FixtureRequest) -> None:
+    if hasattr(request.config, "workerinput"):
+        server = forkserver._forkserver
+        server._forkserver_address = request.config.workerinput["fork_server"]
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = resource_tracker.ensure_running
+    elif any(name in sys.modules for name in IN_FORK_SERVER):
+        _start_fork_server()
 
 
 @pytest.fixture

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from resihp.checkpoint import IndependentRank, LocalDisk, Restored
@@ -19,6 +22,7 @@ from resihp.checkpoint.format.index import CHUNK_BYTES
 from resihp.checkpoint.levels import Level
 from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
+from resihp.testing.local_ranks import LocalRanks, RankMain
 
 SIZES = ((3,), (700, 401), (1,), (), (1025, 1030), (0, 4), (2, 3, 5))
 """More than one chunk in all, with tensors that end inside a chunk and some that are tiny."""
@@ -78,6 +82,13 @@ class GatedDisk(LocalDisk):
         super().put(checkpoint)
 
 
+def load_by_torch(folder: Path, state: dict[str, Any]) -> None:
+    """Fill the tensors of `state` by torch's own reader, in this process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+
+
 def run_python(script: str, *arguments: object) -> str:
     """What a new process prints that runs a script; it imports only what the script does."""
     command = [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)]
@@ -86,13 +97,8 @@ def run_python(script: str, *arguments: object) -> str:
     return done.stdout
 
 
-def run_until_killed(target: Callable[..., None], *arguments: object) -> None:
-    """Run a function of a module in a process that kills itself."""
-    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
-    process.start()
-    process.join(300)
-    try:
-        assert process.exitcode == -signal.SIGKILL
-    finally:
-        process.kill()
-        process.join()
+def run_until_killed(target: RankMain, *arguments: object) -> None:
+    """Run a function of a module, as a rank, in a process that kills itself."""
+    with tempfile.TemporaryDirectory() as folder, LocalRanks("killed", Path(folder)) as ranks:
+        ranks.start([0], target, *arguments)
+        assert ranks.wait(300) == {0: -signal.SIGKILL}, ranks.logs()

@@ -379,7 +379,7 @@ def test_memory_stays_within_the_cache_of_a_quarter_of_the_state(
         assert_stamped(into, 2)
 
 
-def save_until_killed(folder: Path, phase: str) -> None:
+def save_until_killed(rank: int, host: str, port: int, folder: Path, phase: str) -> None:
     """Save three steps; the process kills itself in this phase of the last one."""
     is_armed, calls = False, 0
 

@@ -29,7 +29,7 @@ from resihp.checkpoint import (
 from resihp.checkpoint.levels.level import CheckpointReader
 from resihp.checkpoint.restore import restore
 from resihp.testing.local_ranks import LocalRanks
-from tests.checkpoint.helpers import SlowDisk, run_python
+from tests.checkpoint.helpers import SlowDisk, load_by_torch, run_python
 
 WORLD, STEPS = 2, 3
 
@@ -145,22 +145,17 @@ def fsdp(rank: int, folder: Path) -> None:
         torch.save(expected, folder / "expected.pt")
 
 
-LOAD = """
-import sys, torch, torch.distributed.checkpoint as dcp
-folder, expected = sys.argv[1:]
-expected = torch.load(expected)
-state = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
-dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
-assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected.items())
-print("read")
-"""
+def assert_torch_reads(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    into = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
+    load_by_torch(folder, into)
+    assert all(torch.equal(into["model"][name], tensor) for name, tensor in expected.items())
 
 
 def test_fsdp_resumes_bit_equal_and_torch_reads_it_unsharded(tmp_path: Path) -> None:
     on_two_ranks(tmp_path, fsdp, tmp_path)
     for level in ("disk", "shared"):
         folder = tmp_path / level / "step-000000002"
-        assert run_python(LOAD, folder, tmp_path / "expected.pt") == "read\n"
+        assert_torch_reads(folder, torch.load(tmp_path / "expected.pt"))
 
 
 def lazily(rank: int, folder: Path) -> None:
@@ -188,7 +183,7 @@ def lazily(rank: int, folder: Path) -> None:
 def test_torch_saves_asynchronously_through_our_writer(tmp_path: Path) -> None:
     on_two_ranks(tmp_path, lazily, tmp_path)
     folder = tmp_path / f"{STEPS - 1}"
-    assert run_python(LOAD, folder, tmp_path / "expected.pt") == "read\n"
+    assert_torch_reads(folder, torch.load(tmp_path / "expected.pt"))
     assert {path.name for path in folder.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
 
 

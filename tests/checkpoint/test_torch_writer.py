@@ -69,7 +69,7 @@ class KilledWriter(LazyWriter):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save_until_killed(folder: Path) -> None:
+def save_until_killed(rank: int, host: str, port: int, folder: Path) -> None:
     dcp.save({"a": torch.ones(1000)}, storage_writer=KilledWriter(folder), no_dist=True)
 
 

@@ -51,7 +51,7 @@ class LiveTensors(TorchDispatchMode):
     ) -> Any:
         """Run an operator and count what it has made."""
         made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        for tensor in (made,) if isinstance(made, torch.Tensor) else tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
         return made
