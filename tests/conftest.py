@@ -20,6 +20,10 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # Many processes share few cores: a second thread of each would spin while it waits for its turn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A process that is woken does not interrupt another one, which may hold a lock for which a thread
+# of gloo polls until it is given back: a quarter of the processor time of a job's ranks.
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 # The speed of the machine decides nothing, and every run draws the same examples.
 settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
