@@ -4,10 +4,11 @@
 
 The logic is that of the product, over a store in the memory of this process that counts requests,
 and on a made-up clock: neither the store's own time nor a network is in the delays. Eight ranks
-share a host; the time-out is 5 s. `flat` is the usual way, and how it was in earlier versions: each
-member beats in the store, and a rank that waits asks for every peer. Of it one waiting rank looks;
-the requests of all are that number times the ranks. Its delay begins with the wait, which the loss
-causes at once.
+share a host; the time-out is 5 s. Of a process that is suspended nothing is heard any more; of one
+that is killed the kernel tells the others of its host. `flat` is the usual way, and how it was in
+earlier versions: each member beats in the store, and a rank that waits asks for every peer. Of it
+one waiting rank looks; the requests of all are that number times the ranks. Its delay begins with
+the wait, which the loss causes at once.
 
 The last rows are real: requests of this process to one store that the same ranks would share.
 """
@@ -39,7 +40,7 @@ _FLAT_READS = 10
 _COLUMNS = ("ranks", "a look: flat", "two levels", "a host's watcher", "the job's watcher",
             "all ranks, requests/s: flat", "two levels")  # fmt: skip
 _LOOK = ("ranks", "flat ms", "two levels ms", "ratio")
-_DELAYS = ("ranks", "lost", "flat s", "two levels s", "of the time-out")
+_DELAYS = ("ranks", "lost", "flat s", "suspended s", "of the time-out", "killed s")
 
 
 class _FlatReader:
@@ -108,10 +109,10 @@ def _watcher(job: SimulatedMembers) -> int:
     return max(job.ranks, key=lambda rank: job.calls[rank] - before.get(rank, 0))
 
 
-def _delay_s(job: SimulatedMembers, lost: set[int]) -> float:
+def _delay_s(job: SimulatedMembers, lost: set[int], *, are_killed: bool) -> float:
     """Seconds until a rank that is not lost knows exactly the `lost` ones."""
     start_s, observer = job.now_s, max(set(job.ranks) - lost)
-    job.stop(lost)
+    (job.kill if are_killed else job.stop)(lost)
     while job.lost(observer) != lost:
         job.run_until(job.now_s + _STEP_S)
     return job.now_s - start_s
@@ -146,15 +147,17 @@ def _requests(ranks: int) -> dict[str, Any]:
 def _delays(ranks: int, seeds: int) -> list[dict[str, Any]]:
     rows, seeds = [], 1 if ranks > _MOST_REPEATED else seeds
     for lost, choose in _losses(ranks).items():
-        delays = []
-        for seed in range(seeds):
-            job = SimulatedMembers(ranks // _PER_HOST, _PER_HOST, _TIMEOUTS, seed=seed)
-            job.run_until(_WARM_S + seed * 0.13)
-            delays.append(_delay_s(job, choose(job)))
+        delays: dict[bool, list[float]] = {}
+        for are_killed in (False, True):
+            for seed in range(seeds):
+                job = SimulatedMembers(ranks // _PER_HOST, _PER_HOST, _TIMEOUTS, seed=seed)
+                job.run_until(_WARM_S + seed * 0.13)
+                delay_s = _delay_s(job, choose(job), are_killed=are_killed)
+                delays.setdefault(are_killed, []).append(delay_s)
         _, flat_s = _flat(min(ranks, 64))  # the same for any number of ranks
-        worst = max(delays)
-        rows.append({"ranks": ranks, "lost": lost, "flat_s": flat_s, "delays_s": delays,
-                     "of_timeout": worst / _TIMEOUT_S})  # fmt: skip
+        rows.append({"ranks": ranks, "lost": lost, "flat_s": flat_s, "delays_s": delays[False],
+                     "of_timeout": max(delays[False]) / _TIMEOUT_S,
+                     "killed_s": delays[True]})  # fmt: skip
     return rows
 
 
@@ -198,7 +201,8 @@ def main() -> None:
     delays = [row for ranks in sizes for row in _delays(ranks, given.seeds)]
     print_table("Delay until a loss is known that no launcher reports", _DELAYS, [
         (f"{r['ranks']:,}", r["lost"], f"{r['flat_s']:.1f}",
-         f"{min(r['delays_s']):.1f} to {max(r['delays_s']):.1f}", f"{r['of_timeout']:.2f}x")
+         f"{min(r['delays_s']):.1f} to {max(r['delays_s']):.1f}", f"{r['of_timeout']:.2f}x",
+         f"{min(r['killed_s']):.2f} to {max(r['killed_s']):.2f}")
         for r in delays
     ])  # fmt: skip
     real = [_real(ranks) for ranks in sizes]

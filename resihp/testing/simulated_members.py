@@ -6,12 +6,13 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..elastic.rendezvous.heartbeats import Heartbeats, prepare
+from ..elastic.rendezvous.liveness import Beat
 from ..elastic.rendezvous.store import Timeouts
 
 
@@ -59,20 +60,24 @@ class CountedStore(dist.Store):
         return self._values.get(key, expected.encode())
 
 
-@dataclass
 class MemoryTable:
-    """Beats of the processes of one made-up host."""
+    """Beats of the processes of one made-up host, which share `beats`, as one of them has them."""
 
-    host: str
-    beats: dict[int, tuple[int, int]] = field(default_factory=dict)
+    def __init__(self, host: str, beats: dict[int, Beat]) -> None:
+        self.host, self._beats = host, beats
+        self._rank, self._number = -1, 0
 
-    def beat(self, rank: int, number: int, beat: int) -> None:
-        """Write beat number `beat` of process `number` of `rank`."""
-        self.beats[rank] = (number, beat)
+    def enter(self, rank: int, number: int) -> None:
+        """Be process `number` of `rank`, whose beats follow."""
+        self._rank, self._number = rank, number
 
-    def read(self) -> dict[int, tuple[int, int]]:
-        """(number, beat) of each process by rank."""
-        return dict(self.beats)
+    def beat(self, count: int) -> None:
+        """Write beat number `count` of this process."""
+        self._beats[self._rank] = Beat(self._number, count)
+
+    def read(self) -> dict[int, Beat]:
+        """Latest beat of each process by rank."""
+        return dict(self._beats)
 
     def close(self) -> None:
         """Close the table."""
@@ -92,7 +97,7 @@ class SimulatedMembers:
         self.ranks = range(hosts * per_host)
         prepare(self.store)
         self._random = random.Random(seed)
-        self._tables = [MemoryTable(f"host{index}") for index in range(hosts)]
+        self._beats: list[dict[int, Beat]] = [{} for _ in range(hosts)]
         self._per_host = per_host
         self._stopped = set[int]()
         self._missed = set[int]()
@@ -104,7 +109,8 @@ class SimulatedMembers:
             self.enter(rank)
 
     def _member(self, rank: int) -> Heartbeats:
-        table = self._tables[rank // self._per_host]
+        host = rank // self._per_host
+        table = MemoryTable(f"host{host}", self._beats[host])
         return Heartbeats(rank, self.timeouts, open_table=lambda _: table, clock=lambda: self.now_s)
 
     def enter(self, rank: int) -> None:
@@ -114,8 +120,15 @@ class SimulatedMembers:
         self._stopped.discard(rank)
 
     def stop(self, ranks: Collection[int]) -> None:
-        """Kill, or suspend, the processes of `ranks`."""
+        """Suspend the processes of `ranks`, or kill them where no kernel tells that."""
         self._stopped.update(ranks)
+
+    def kill(self, ranks: Collection[int]) -> None:
+        """Kill the processes of `ranks`, which the kernel tells the others of their hosts."""
+        self.stop(ranks)
+        for rank in ranks:
+            beats = self._beats[rank // self._per_host]
+            beats[rank] = replace(beats[rank], has_ended=True)
 
     def resume(self, ranks: Collection[int]) -> None:
         """Continue suspended processes: what was due meanwhile is done at once, and once."""

@@ -6,6 +6,8 @@ The logic is the real one, over a store in memory and a made-up clock.
 from __future__ import annotations
 
 import os
+import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,13 +16,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.elastic.rendezvous import host_table, keys
+from resihp.elastic.rendezvous import host_table, keys, liveness
 from resihp.elastic.rendezvous.heartbeats import Heartbeats, prepare
 from resihp.elastic.rendezvous.host_table import HostTable
 from resihp.elastic.rendezvous.joiners import Joiners
 from resihp.elastic.rendezvous.liveness import (
     LOOKS,
     TAKEOVER_LOOKS,
+    Beat,
     JobWatcher,
     LivenessSummary,
     LivenessView,
@@ -29,7 +32,9 @@ from resihp.elastic.rendezvous.liveness import (
     format_processes,
     parse_processes,
 )
-from resihp.elastic.rendezvous.store import Timeouts, announce_death
+from resihp.elastic.rendezvous.membership import Rendezvous
+from resihp.elastic.rendezvous.store import Timeouts, announce_death, connect
+from resihp.testing.local_ranks import LocalRanks
 from resihp.testing.simulated_members import SimulatedMembers, short_timeouts
 
 TIMEOUTS = short_timeouts(2.0)
@@ -159,6 +164,22 @@ def test_delays_of_single_losses(seed: int) -> None:
         assert job.now_s - start_s <= RANK_S + 2 * TAKEOVER_S
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_end_of_a_process_is_known_long_before_the_time_out(seed: int) -> None:
+    """Of any but those of a whole host: a look of each level and of the waiting rank."""
+    for rank in RANKS:
+        job = members(seed)
+        is_needed = rank == watcher_of_job(job)
+        job.kill({rank})
+        bound_s = job.now_s + 4 * LOOK_S + is_needed * TAKEOVER_S
+        observer = (rank + 1) % len(RANKS)
+        while job.lost(observer) != {rank}:
+            assert job.now_s <= bound_s
+            job.run_until(job.now_s + LOOK_S / 4)
+        job.run_until(job.now_s + RANK_S)
+        assert job.lost(observer) == {rank}
+
+
 def test_a_watcher_that_comes_back_finds_its_place_taken() -> None:
     job = members()
     first = watcher_of_job(job)
@@ -254,13 +275,15 @@ def test_processes_of_a_host_share_a_table_that_the_last_one_deletes(
     monkeypatch.setattr(host_table, "_FOLDER", tmp_path)
     first, second = HostTable("job"), HostTable("job")
     other = HostTable("other")
-    first.beat(5, 2, 7)
-    second.beat(6, 0, 1)
+    first.enter(5, 2)
+    first.beat(7)
+    second.enter(6, 0)
+    second.beat(1)
     assert first.host == second.host != other.host
-    assert first.read() == second.read() == {5: (2, 7), 6: (0, 1)}
+    assert first.read() == second.read() == {5: Beat(2, 7), 6: Beat(0, 1)}
     assert other.read() == {}
     first.close()
-    assert second.read() == {5: (2, 7), 6: (0, 1)}
+    assert second.read() == {5: Beat(2, 7), 6: Beat(0, 1)}, "it has not been killed"
     second.close()
     assert [path.name.rpartition("-")[2] for path in tmp_path.iterdir()] == ["other"]
     abandoned = tmp_path / f"resihp-beats-{os.geteuid()}-killed"
@@ -270,14 +293,83 @@ def test_processes_of_a_host_share_a_table_that_the_last_one_deletes(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def wait_in_table(rank: int, host: str, port: int, folder: Path, number: int) -> None:
+    host_table._FOLDER = folder
+    table = HostTable("job")
+    table.enter(rank, number)
+    table.beat(1)
+    time.sleep(600)
+
+
+def test_the_kernel_tells_which_processes_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of one that is suspended, or that has closed its table; a later process of the rank is
+    another one."""
+    monkeypatch.setattr(host_table, "_FOLDER", tmp_path)
+    table, closed = HostTable("job"), HostTable("job")
+    table.enter(2, 0)
+    table.beat(1)
+    closed.enter(3, 0)
+    closed.beat(1)
+    with LocalRanks("job", tmp_path / "logs") as ranks:
+
+        def wait_for(seen: dict[int, Beat]) -> None:
+            deadline = time.monotonic() + 60
+            while table.read() != living | seen:
+                assert time.monotonic() < deadline, (table.read(), ranks.logs())
+                ranks.poll(0.02)
+
+        living = {2: Beat(0, 1), 3: Beat(0, 1)}
+        ranks.start([0, 1], wait_in_table, tmp_path, 4)
+        wait_for({0: Beat(4, 1), 1: Beat(4, 1)})
+        closed.close()
+        ranks.kill(0, signal.SIGSTOP)
+        ranks.kill(1)
+        wait_for({0: Beat(4, 1), 1: Beat(4, 1, has_ended=True)})
+        ranks.kill(0)
+        wait_for({0: Beat(4, 1, has_ended=True), 1: Beat(4, 1, has_ended=True)})
+        ranks.start([0], wait_in_table, tmp_path, 5)
+        wait_for({0: Beat(5, 1), 1: Beat(4, 1, has_ended=True)})
+
+
+def be_a_member(rank: int, host: str, port: int) -> None:
+    Rendezvous(lambda: connect(host, port, "job", TIMEOUTS), rank, (0, 1), TIMEOUTS).start()
+    time.sleep(600)
+
+
+def test_a_killed_process_is_lost_without_any_time_out_or_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "LOOKS", 10**9)
+    with LocalRanks("job", tmp_path) as ranks:
+        here = Rendezvous(lambda: connect(*ranks.address, "job", TIMEOUTS), 0, (0, 1), TIMEOUTS)
+        here.start()
+        ranks.start([1], be_a_member)
+        started = time.monotonic()
+
+        def wait_for(lost: list[int], wait_s: float) -> None:
+            while here.lost((0, 1), wait_s) != lost:
+                assert time.monotonic() < started + 60, ranks.logs()
+                time.sleep(0.02)
+
+        overdue_s = TIMEOUTS.connect.total_seconds() + 60
+        wait_for([1], overdue_s)
+        wait_for([], overdue_s)
+        ranks.kill(1)
+        wait_for([1], 1.0)
+        here.close()
+
+
 def test_a_process_that_can_share_no_memory_is_a_host_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_table, "_FOLDER", tmp_path / "missing")
     first, second = HostTable("job"), HostTable("job")
-    first.beat(0, 0, 1)
+    first.enter(0, 0)
+    first.beat(1)
     assert first.host != second.host
-    assert (first.read(), second.read()) == ({0: (0, 1)}, {})
+    assert (first.read(), second.read()) == ({0: Beat(0, 1)}, {})
 
 
 def test_ranks_without_shared_memory_watch_each_other() -> None:

@@ -17,7 +17,7 @@ from resihp.contracts import JobStoppedError
 from resihp.elastic.rendezvous import keys
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.elastic.rendezvous.heartbeats import prepare
-from resihp.elastic.rendezvous.liveness import HOST_LOOKS, HostWatcher, LivenessSummary
+from resihp.elastic.rendezvous.liveness import HOST_LOOKS, Beat, HostWatcher, LivenessSummary
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import (
     StorePool,
@@ -194,33 +194,31 @@ def test_a_store_that_was_late_is_asked_on(
     assert set(map(len, server.connections.values())) == {2}
 
 
-def test_without_a_store_the_ranks_of_a_host_watch_each_other(
+def test_without_a_store_the_end_of_a_process_of_the_host_is_known(
     server: Server, start: Callable[..., Rendezvous], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gloo may wait for good for a peer that has died. One whose heartbeats the store may still
-    block is not lost yet."""
+    """gloo may wait for good for a peer that has died. One whose heartbeats the store may block is
+    not lost."""
     patient = replace(TIMEOUTS, connect=timedelta(hours=1), exchange=timedelta(hours=1))
-    ranks = start(0, replace(TIMEOUTS, connect=TIMEOUTS.heartbeat)), start(1, patient)
+    ranks = start(0, patient), start(1, patient)
     wait_until(lambda: liveness(server).present.keys() == {0, 1})
     server.is_gone = True
     for rank in (0, 1):
         server.reset(rank)
     wait_until(lambda: all(one.stores.is_cut_off for one in ranks))
-    looks, look = [0], HostWatcher.look
+    ranks[1].close()
+    looks, look, ended = [0], HostWatcher.look, list[int]()
 
-    def counted(*arguments: Any) -> LivenessSummary | None:
+    def counted(watcher: HostWatcher, beats: dict[int, Beat]) -> LivenessSummary | None:
         looks[0] += 1
-        return look(*arguments)
+        dead = {rank: replace(beats[rank], has_ended=True) for rank in ended}
+        return look(watcher, beats | dead)
 
     monkeypatch.setattr(HostWatcher, "look", counted)
     wait_until(lambda: looks[0] > 2 * HOST_LOOKS)
     assert ranks[0].broken((0, 1), 1.5) is None
-    assert ranks[1].broken((0, 1), 1.5) is None
-    ranks[1].close()
+    ended.append(1)
     wait_until(lambda: ranks[0].lost((0, 1), 1.5) == [1])
-    ranks[0].timeouts = patient
-    assert ranks[0].lost((0, 1), 1.5) == []
-    ranks[0].timeouts = replace(TIMEOUTS, connect=TIMEOUTS.heartbeat)
     with pytest.raises(JobStoppedError, match=r"ranks \[1\] do not answer.*the store is gone"):
         ranks[0].broken((0, 1), 1.5)
 

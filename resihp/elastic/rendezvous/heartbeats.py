@@ -14,6 +14,7 @@ from . import keys
 from .host_table import HostTable
 from .liveness import (
     LOOKS,
+    Beat,
     HostWatcher,
     JobWatcher,
     LivenessSummary,
@@ -31,11 +32,14 @@ class BeatTable(Protocol):
 
     host: str
 
-    def beat(self, rank: int, number: int, beat: int) -> None:
-        """Write beat number `beat` of process `number` of `rank`."""
+    def enter(self, rank: int, number: int) -> None:
+        """Be process `number` of `rank`, whose beats follow."""
 
-    def read(self) -> Mapping[int, tuple[int, int]]:
-        """(number, beat) of each process by rank."""
+    def beat(self, count: int) -> None:
+        """Write beat number `count` of this process."""
+
+    def read(self) -> Mapping[int, Beat]:
+        """Latest beat of each process by rank."""
 
     def close(self) -> None:
         """Close the table."""
@@ -63,7 +67,7 @@ class Heartbeats:
         self._rank, self._connect_s = rank, timeouts.connect.total_seconds()
         self._open_table, self._clock = open_table, clock
         self._table: BeatTable | None = None
-        self._number, self._beats = 0, 0
+        self._beats = 0
         self._host_watcher = HostWatcher(rank)
         self._job_watcher = JobWatcher("")
         self._is_listed, self._hosts = False, list[str]()
@@ -80,14 +84,14 @@ class Heartbeats:
             self._table = self._open_table(token)
             self._job_watcher = JobWatcher(self._table.host)
         history = ProcessHistory(store.get(keys.PROCESS_HISTORY))
-        self._number = history.invitations[self._rank]
+        self._table.enter(self._rank, history.invitations[self._rank])
         self.beat()
 
     def beat(self) -> None:
         """Show that this process is alive."""
         if self._table is not None:
             self._beats += 1
-            self._table.beat(self._rank, self._number, self._beats)
+            self._table.beat(self._beats)
 
     def close(self) -> None:
         """Stop to beat."""
@@ -153,7 +157,8 @@ class Heartbeats:
     ) -> list[int]:
         """Return those of `ranks` that are dead or have not beaten for the time-out.
 
-        A rank without any heartbeat is still starting; it is silent after `Timeouts.connect`, of
+        One that has ended on a host where its peers live counts as such at the next look. A rank
+        without any heartbeat is still starting; it is silent after `Timeouts.connect`, of
         which `waited_s` seconds have passed.
         """
         since_s = self._ask(waited_s)
@@ -167,10 +172,10 @@ class Heartbeats:
         """
         return self._lost(ranks, self._ask(waited_s), waited_s)
 
-    def silent_on_host(self, ranks: Collection[int]) -> list[int]:
-        """Return those of `ranks` on this host that have not beaten for the time-out: all that is
-        known without a store."""
-        return sorted(self._host_watcher.silent.intersection(ranks) - {self._rank})
+    def ended_on_host(self, ranks: Collection[int]) -> list[int]:
+        """Return those of `ranks` on this host whose process has ended: all that is certain
+        without a store, which may block the heartbeats of the others."""
+        return sorted(self._host_watcher.ended.intersection(ranks))
 
     def is_refresh_due(self, members: int) -> bool:
         """Return whether a rank that waits needs a newer view of the others.

@@ -7,6 +7,7 @@ import hashlib
 import mmap
 import os
 import secrets
+import struct
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,17 +15,25 @@ import numpy as np
 
 from resihp.contracts import ContractError
 
+from .liveness import Beat
+
 _FOLDER = Path("/dev/shm")
 _PREFIX = "resihp-beats-"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RANKS = 131_072
 _BYTES = 8 * _RANKS
+_HOLDS = 1 << 63  # in the word of a process that holds a lock
+_NUMBERS = 1 << 31
+_LOCK = struct.Struct("hhqqi4x")  # struct flock
 
 
 class HostTable:
     """Beats of the processes of one job on one host, by rank; each process writes its own.
 
     host  identity of the host: equal in all processes that share the table
+
+    Each process holds a lock, which the kernel releases when the process ends, whatever ends it.
+    Processes that it has forked hold it too: then the end shows once they have ended as well.
 
     A file that no process has open any more is deleted by the next process of the same user.
     """
@@ -47,24 +56,55 @@ class HostTable:
             self.host = secrets.token_hex(8)
         # One aligned word for each rank, so that none is read half written.
         self._words = np.frombuffer(memory, dtype=np.uint64)
+        self._rank, self._word = 0, 0
 
-    def beat(self, rank: int, number: int, beat: int) -> None:
-        """Write beat number `beat`, at least 1, of process `number` of `rank`."""
+    def enter(self, rank: int, number: int) -> None:
+        """Be process `number` of `rank`, whose beats follow."""
         if rank >= _RANKS:
             raise ContractError("RANK", f"must be below {_RANKS:,}, not {rank}")
-        self._words[rank] = number << 32 | beat
+        self._rank, self._word = rank, number << 32
+        with suppress(OSError):  # it is watched by its beats alone
+            self._lock(fcntl.F_OFD_SETLK, rank, number)
+            self._word |= _HOLDS
 
-    def read(self) -> dict[int, tuple[int, int]]:
-        """(number, beat) of each process by rank."""
+    def beat(self, count: int) -> None:
+        """Write beat number `count`, at least 1, of this process."""
+        self._words[self._rank] = self._word | count
+
+    def read(self) -> dict[int, Beat]:
+        """Latest beat of each process by rank."""
         copied = self._words.copy()  # numpy raises where others write while it searches
         ranks = np.flatnonzero(copied)
         words = zip(ranks.tolist(), copied[ranks].tolist(), strict=True)
-        return {rank: (word >> 32, word & 0xFFFFFFFF) for rank, word in words}
+        return {rank: self._decode(rank, word) for rank, word in words}
+
+    def _decode(self, rank: int, word: int) -> Beat:
+        number, count = word >> 32 & _NUMBERS - 1, word & 0xFFFFFFFF
+        is_other = word & _HOLDS and rank != self._rank
+        return Beat(number, count, has_ended=bool(is_other) and self._is_free(rank, number))
+
+    def _is_free(self, rank: int, number: int) -> bool:
+        try:
+            return self._lock(fcntl.F_OFD_GETLK, rank, number) == fcntl.F_UNLCK
+        except OSError:
+            return False
+
+    def _lock(self, command: int, rank: int, number: int) -> int:
+        """Ask for the lock of a process; returns the kind of lock of another that stands against
+        it."""
+        asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number * _RANKS + rank, 1, 0)
+        if self._file is None:
+            raise OSError("the table is not shared")
+        kind: int = _LOCK.unpack(fcntl.fcntl(self._file, command, asked))[0]
+        return kind
 
     def close(self) -> None:
-        """Close the table; the last process to do so deletes it."""
+        """Close the table; the last process to do so deletes it. Others await the next beat."""
         if self._file is None:
             return
+        if self._word & _HOLDS:
+            self._word &= _HOLDS - 1
+            self._words[self._rank] &= np.uint64(_HOLDS - 1)
         with suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._path.unlink()

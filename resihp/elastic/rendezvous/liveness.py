@@ -1,6 +1,7 @@
 """Liveness of the processes of a job, decided on two levels: the host and the job. Pure.
 
-1. Every member counts up a beat in a table that the processes of its host share.
+1. Every member counts up a beat in a table that the processes of its host share, and holds a lock
+   there by which the kernel tells that it has ended.
 2. `LOOKS` times per time-out every member looks at this table. The first rank of the host whose
    beat moves is the host's watcher. It writes a `LivenessSummary` of the host to the store.
 3. One of the hosts' watchers is the job's watcher. It reads the summaries of all hosts and writes
@@ -34,6 +35,20 @@ Key = TypeVar("Key", bound=Hashable)
 Processes = Mapping[int, int]
 """Processes by rank; the number tells successive processes of a rank apart: that of invitations to
 the rank before the process became a member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Latest beat of a process.
+
+    number     tells successive processes of a rank apart, as in `Processes`
+    count      of its beats
+    has_ended  it will not beat again; False if that is not known
+    """
+
+    number: int
+    count: int
+    has_ended: bool = False
 
 
 class SilenceCounter(Generic[Key]):
@@ -187,28 +202,29 @@ class LivenessView:
 class HostWatcher:
     """Watch of one host by one of its ranks.
 
-    rank    this rank
-    silent  ranks of this host that have not beaten for the time-out, as of the last look
+    rank   this rank
+    ended  ranks of this host whose process has ended, as of the last look
     """
 
     def __init__(self, rank: int) -> None:
-        self.silent = frozenset[int]()
+        self.ended = frozenset[int]()
         self._rank, self._count = rank, 0
         self._counter = SilenceCounter[int]()
 
-    def look(self, beats: Mapping[int, tuple[int, int]]) -> LivenessSummary | None:
+    def look(self, beats: Mapping[int, Beat]) -> LivenessSummary | None:
         """Summary to write if this rank is the host's watcher, else None.
 
-        beats  (number, beat) of the processes of this host by rank, this rank's among them
+        beats  of the processes of this host by rank, this rank's among them
         """
         looks = {rank: self._counter.look(rank, beats[rank]) for rank in sorted(beats)}
-        self.silent = frozenset(rank for rank, missed in looks.items() if missed >= LOOKS)
+        self.ended = frozenset(rank for rank, beat in beats.items() if beat.has_ended)
+        looks |= dict.fromkeys(self.ended, LOOKS)
         first = next((rank for rank, missed in looks.items() if missed < TAKEOVER_LOOKS), None)
         if first != self._rank:
             return None
         self._count += 1
-        present = {rank: number for rank, (number, _) in beats.items()}
-        silent = {rank: present[rank] for rank in sorted(self.silent)}
+        present = {rank: beat.number for rank, beat in beats.items()}
+        silent = {rank: present[rank] for rank, missed in looks.items() if missed >= LOOKS}
         return LivenessSummary(self._count, str(self._rank), present, silent)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,9 +22,6 @@ from .store import StorePool, Timeouts
 
 _LONGEST_PAUSE_S = 0.02
 _JOIN_S = 0.01
-_BLOCKED = 3
-"""Times of `Timeouts.connect` for which a store out of reach may block a peer's heartbeats: a
-request, another attempt, a new connection."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,8 @@ class Rendezvous:
 
     Once the store is gone (`stores.is_cut_off`) training continues in the present generation; a
     loss then stops the job. A loss shows in an exchange that fails. gloo may not notice that the
-    peer of an exchange has died: then it shows on the same host after three times
-    `Timeouts.connect`, between hosts after `Timeouts.exchange`.
+    peer of an exchange has died: on the same host the kernel tells it, between hosts it shows after
+    `Timeouts.exchange`.
 
     host      address by which peers reach this rank
     ranks     all members; none for a joiner, which sends no heartbeats before `enter`: another
@@ -74,7 +70,6 @@ class Rendezvous:
         self._scope: _Scope | None = None
         self._broken_in_scope: str | None = None
         self._has_ended = False
-        self._alone_since_s = math.inf  # watching without a store
         self._stopped: str | None = None
         self._changed = threading.Condition()
         self._closed, self._woken = threading.Event(), threading.Event()
@@ -207,9 +202,7 @@ class Rendezvous:
         no rank is known to be lost. Ask again while you wait.
         """
         if self.stores.is_cut_off:
-            alone_s = time.monotonic() - self._alone_since_s
-            is_told = alone_s > _BLOCKED * self.timeouts.connect.total_seconds()
-            return self._heartbeats.silent_on_host(ranks) if is_told else []
+            return self._heartbeats.ended_on_host(ranks)
         lost = self._heartbeats.known_silent(ranks, waited_s)
         if self._heartbeats.is_refresh_due(len(self.alive)):
             self._woken.set()
@@ -367,7 +360,6 @@ class Rendezvous:
     def _watch_host(self) -> None:
         """Beat, and watch the processes of this host, without a store."""
         beats, pause_s = self._heartbeats, self.timeouts.poll.total_seconds()
-        self._alone_since_s = time.monotonic()
         while not self._closed.is_set():
             beats.beat()
             if beats.due_s() <= 0.0:
