@@ -20,10 +20,6 @@ os.environ.setdefault("RES_OPTIONS", "attempts:0")
 # Many processes share few cores: a second thread of each would spin while it waits for its turn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A process that is woken does not interrupt another one, which may hold a lock for which a thread
-# of gloo polls until it is given back: a quarter of the processor time of a job's ranks.
-os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
 # The speed of the machine decides nothing, and every run draws the same examples.
 settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -60,8 +56,15 @@ IN_FORK_SERVER = (
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """All processes of pytest-xdist share one fork server, which imports while they collect."""
+    _share_cores()
     _start_fork_server()
     node.workerinput["fork_server"] = forkserver._forkserver._forkserver_address
+
+
+def _share_cores() -> None:
+    """Let no process of this one interrupt another when it is woken: that one may hold a lock for
+    which a thread of gloo polls, which takes a quarter of the time of the cores in some tests."""
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _start_fork_server() -> None:
@@ -72,6 +75,7 @@ def _start_fork_server() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server(request: pytest.FixtureRequest) -> None:
     if hasattr(request.config, "workerinput"):
+        _share_cores()
         server = forkserver._forkserver
         server._forkserver_address = request.config.workerinput["fork_server"]
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)

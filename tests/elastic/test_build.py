@@ -60,6 +60,17 @@ def test_a_plan_follows_one_whose_rank_has_stopped(tmp_path: Path) -> None:
     assert sorted(outcome.losses) == list(range(STEPS)), outcome.logs
 
 
+def test_ranks_that_come_in_and_go_leave_nothing_behind(tmp_path: Path) -> None:
+    layouts = (_with_idle(FIRST.replicas[0]), FIRST) * 2
+    plans = tuple(plan(v, layout, from_step=2 * v) for v, layout in enumerate(layouts, start=1))
+    case = Case(FIRST, 2 * len(plans) + 2, plans, ranks=(*FIRST.ranks, IDLE), counts=True)
+    outcome = run(case, tmp_path)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    held = {(s["version"], s["rank"]): (s["threads"], s["files"]) for s in outcome.switches}
+    for (version, rank), now in held.items():
+        assert now == held[version - 2 if version > 2 else version, rank], (version, rank)
+
+
 def rendezvous_of(store: dist.Store, rank: int, timeouts: Timeouts = BRISK) -> Rendezvous:
     return Rendezvous(lambda: store, rank, (0, 1), timeouts)
 

@@ -93,6 +93,10 @@ class ProcessGroupFactory:
         self.groups.append(AbortableProcessGroup(self, tuple(ranks), communicator))
         return self.groups[-1]
 
+    def alone(self) -> AbortableProcessGroup:
+        """The group of this rank alone, which exchanges nothing: there is nothing to close."""
+        return AbortableProcessGroup(self, (self.rank,), None)  # type: ignore[arg-type]
+
     def uncounted(self) -> ProcessGroupFactory:
         """The same factory for a background thread, with a clock of its own for its waits."""
         other = copy.copy(self)

@@ -247,8 +247,7 @@ class Generation:
                 self._report_fault(error)
                 raise
             if self._is_newcomer:
-                alone = background.group(f"{name}/alone", (factory.rank,))
-                warm_up_stage(context.setup, alone, groups, pending.shard)
+                warm_up_stage(context.setup, background.alone(), groups, pending.shard)
         for group in (transit, *pairs, *(groups.all if groups else ())):
             group.warm_up()
         slice_bytes = context.budget.buffer_bytes // WINDOW
