@@ -80,8 +80,9 @@ class HostTable:
 
     def _decode(self, rank: int, word: int) -> Beat:
         number, count = word >> 32 & _NUMBERS - 1, word & 0xFFFFFFFF
-        is_other = word & _HOLDS and rank != self._rank
-        return Beat(number, count, has_ended=bool(is_other) and self._is_free(rank, number))
+        has_ended = bool(word & _HOLDS) and rank != self._rank and self._is_free(rank, number)
+        # One that closes the table says so before it gives its lock back.
+        return Beat(number, count, has_ended and bool(int(self._words[rank]) & _HOLDS))
 
     def _is_free(self, rank: int, number: int) -> bool:
         try:
