@@ -191,19 +191,24 @@ class EmptyCallbacks(NoTool):
         def before_backward(_: Any) -> None:
             queue(gradients_ready)
 
-        def after(_: Any, __: Any, output: torch.Tensor) -> None:
+        model = loop.model
+
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            output: torch.Tensor = model._call_impl(*args, **kwargs)
             assert output.grad_fn is not None
             output.grad_fn.register_prehook(before_backward)
+            return output
 
+        self._model = model
+        model._compiled_call_impl = call
         self._handles = [
-            loop.model.register_forward_pre_hook(nothing, prepend=True, with_kwargs=True),
-            loop.model.register_forward_hook(after),
             loop.optimizer.register_step_pre_hook(nothing),
             loop.optimizer.register_step_post_hook(nothing),
         ]
         return loop.step
 
     def stop(self) -> None:
+        del self._model._compiled_call_impl
         for handle in self._handles:
             handle.remove()
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
 from ._call_arguments import Lengths, work_of_call
 from ._pass_timer import BACKWARD, FORWARD, PassTimer
-from ._patches import CallHook, Patches
+from ._patches import Patches
 
 _MOST_OUTPUTS = 8
 """Tensors of an output that are observed; the first comes first, as the loss does."""
@@ -43,6 +44,9 @@ class ModulePasses:
     Forward passes without gradients (evaluation) are not recorded. A module that is called again
     inside its own backward pass (activation checkpointing) adds to that pass. Backward passes are
     not recorded where this torch has no `queue_callback`.
+
+    The calls are timed where torch puts those of a module that was compiled in place: around all
+    of its hooks, as a pass is, for a tenth of what a pair of hooks costs.
     """
 
     def __init__(
@@ -53,34 +57,37 @@ class ModulePasses:
         patches: Patches,
     ) -> None:
         self._timer, self._lengths = timer, lengths
-        self._index = -1
+        self._module: Callable[[], Any] = ref(module)
         self._gradients = FinalWait(timer, timer.end)
-        self._work_of_call = timer.safely(work_of_call)  # functions are made once, not a call
         self._begin = timer.safely(self._begin_backward)
-        if getattr(module, "_compiled_call_impl", None) is not None:  # its hooks are compiled too
-            around = timer.around(self._before, lambda args, _, output: self._after(args, output))
-            patches.wrap(module, "_compiled_call_impl", around)
-        else:
-            before, after = self._hook(self._before), self._hook(self._after)
-            handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            patches.add(handle.remove)
-            patches.add(module.register_forward_hook(after).remove)
+        if not patches.wrap(module, "_compiled_call_impl", self._timed, may_be_none=True):
+            patches.wrap(module, "forward", self._timed)  # its hooks are outside of the pass
         if getattr(module, "broadcast_buffers", False):  # of DDP; it waits in C++
             patches.wrap(module, "_sync_buffers", self._waited)
 
-    def _hook(self, callback: Callable[[Any, Any], None]) -> CallHook:
-        """Return `callback` as a hook that calls it safely, in as few calls as can be."""
+    def _timed(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
         compiling = torch.compiler.is_compiling  # a constant for the compiler
+        module, before, after = self._module, self._before, self._after
         failures = self._timer.recording.failures
 
-        def hook(_: Any, first: Any, second: Any) -> None:
-            if not compiling():
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run = module()._call_impl if compiled is None else compiled
+            if compiling():
+                return run(*args, **kwargs)
+            index = -1
+            try:
+                index = before(args, kwargs)
+            except Exception as error:  # noqa: BLE001 the boundary: training goes on
+                failures.add("instrumentation", error)
+            output = run(*args, **kwargs)
+            if index >= 0:
                 try:
-                    callback(first, second)
+                    after(index, output)
                 except Exception as error:  # noqa: BLE001 the boundary: training goes on
                     failures.add("instrumentation", error)
+            return output
 
-        return CallHook(hook)
+        return call
 
     def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:
@@ -89,19 +96,22 @@ class ModulePasses:
 
         return wait
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._index = -1
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Begin a forward pass; return its microbatch, -1 if it is none."""
         timer = self._timer
-        if torch.is_grad_enabled() and backward_under_way() < 0:
-            work = self._work_of_call(args, kwargs, self._lengths)
-            self._index = timer.begin(FORWARD, work=work)
-        elif not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             timer.forget_data()
+            return -1
+        if backward_under_way() >= 0:
+            return -1
+        work = None
+        try:
+            work = work_of_call(args, kwargs, self._lengths)
+        except Exception as error:  # noqa: BLE001 the pass is timed without its work
+            timer.recording.failures.add("instrumentation", error)
+        return timer.begin(FORWARD, work=work)
 
-    def _after(self, _: Any, output: Any) -> None:
-        index, self._index = self._index, -1
-        if index < 0:
-            return
+    def _after(self, index: int, output: Any) -> None:
         self._timer.end()
         if self._gradients.is_possible:
             begin = partial(self._begin, index)

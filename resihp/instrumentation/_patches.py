@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -14,16 +13,6 @@ _ABSENT = object()
 _LAYERS = "resihp_layers"
 lock = threading.RLock()
 """Held while torch is patched and restored; a model may end while this thread holds it."""
-
-
-class CallHook(partial[None]):
-    """A module's hook, which copies and pickles of the module lack.
-
-    They hold a function of the standard library that does nothing in its place.
-    """
-
-    def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")
 
 
 class Patches:
@@ -36,13 +25,22 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
-    def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> bool:
+    def wrap(
+        self,
+        owner: Any,
+        name: str,
+        wrapper: Callable[[Any], Any],
+        *,
+        may_be_none: bool = False,
+    ) -> bool:
         """Replace the callable `owner.name` by `wrapper(it)`; return False if there is none.
 
-        `wrapper` is called again where what it wraps is removed. Copies and pickles of an `owner`
-        that is neither a class nor a module lack the wrapper.
+        `wrapper` is called again where what it wraps is removed. With `may_be_none` it is given
+        None where that stands for no callable. Copies and pickles of an `owner` that is neither a
+        class nor a module lack the wrapper.
         """
-        if not callable(getattr(owner, name, None)):
+        wrapped = getattr(owner, name, _ABSENT)
+        if not callable(wrapped) and not (may_be_none and wrapped is None):
             return False
         key = object()
         with lock:

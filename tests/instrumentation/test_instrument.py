@@ -238,17 +238,34 @@ def test_compiled_models(observe, in_place):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_model_that_is_compiled_afterwards_trains_on(observe, caplog):
+@pytest.mark.parametrize("in_place", [True, False])
+def test_model_that_is_compiled_afterwards_trains_on(observe, in_place, caplog):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     loop = observe()
-    compiled = torch.compile(loop.model, backend="aot_eager", fullgraph=True)
-    compiled(torch.ones(2, 3, 4)).sum().backward()
-    loop.optimizer.step()
+    if in_place:
+        loop.model.compile(backend="aot_eager", fullgraph=True)
+        compiled = loop.model
+    else:
+        compiled = torch.compile(loop.model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        compiled(torch.ones(2, 3, 4)).sum().backward()
+        loop.optimizer.step()
     assert not loop.passes()
     assert "give `instrument` what the loop calls" in caplog.text
     assert loop.monitor.stats.failures == 0
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_torch_without_a_place_for_compiled_calls(observe, monkeypatch):
+    monkeypatch.delattr(torch.nn.Module, "_compiled_call_impl")
+    monkeypatch.setattr(torch.nn.Module, "__call__", torch.nn.Module._call_impl)
+    loop = observe()
+    loop.step()
+    loop.step()
+    assert loop.passes() == one_step(0) + one_step(1)
+    loop.monitor.remove()
+    assert "forward" not in vars(loop.model)
 
 
 def test_remove_leaves_everything_as_it_was(observe):
@@ -262,8 +279,7 @@ def test_remove_leaves_everything_as_it_was(observe):
     loop.monitor.remove()
     loop.step()
     assert loop.passes() == one_step(0)
-    assert not loop.model._forward_hooks
-    assert not loop.model._forward_pre_hooks
+    assert "_compiled_call_impl" not in vars(loop.model)
     assert torch.distributed.Work.wait is wait
     assert functional.wait_tensor is wait_tensor
     assert torch.amp.GradScaler.step is scaler_step

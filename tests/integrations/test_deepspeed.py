@@ -120,7 +120,7 @@ def test_microbatches_are_recorded_and_evaluation_is_not(
     assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 2)]
     assert observer.monitor.stats.failures == 0
     assert "step" not in vars(engine)
-    assert not engine._forward_hooks
+    assert engine._compiled_call_impl is None
 
 
 def test_steps_are_counted_from_the_engines(

@@ -92,14 +92,14 @@ def test_microbatches_are_recorded(
     trainer_of: Callable[..., Any], sidecar: InProcessSidecar
 ) -> None:
     trainer = trainer_of(client=sidecar, job="own", heartbeat_s=0.0)
-    plain = {*trainer.model_parts[0]._forward_hooks}
+    plain = trainer.model_parts[0]._compiled_call_impl
     trainer.train()
     trainer.close()
     assert sidecar.passes() == RECORDS
     assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 2)]
     assert {sequences for _, sequences in sidecar.work()} == {4}  # documents, in two rows
     assert trainer._observer.monitor.stats.failures == 0
-    assert trainer.model_parts[0]._forward_hooks.keys() == plain
+    assert trainer.model_parts[0]._compiled_call_impl is plain
     assert "log" not in vars(trainer.metrics_processor)
 
 
@@ -161,7 +161,7 @@ def test_an_error_of_the_users_is_reported(
     trainer_of: Callable[..., Any], sidecar: InProcessSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_of(client=sidecar)
-    plain = {*trainer.model_parts[0]._forward_hooks}
+    plain = trainer.model_parts[0]._compiled_call_impl
 
     def fail() -> None:
         raise ValueError("scripted")
@@ -171,7 +171,7 @@ def test_an_error_of_the_users_is_reported(
         trainer.train()
     trainer.close()
     assert "ValueError: scripted" in str(sidecar.heartbeats[-1])
-    assert trainer.model_parts[0]._forward_hooks.keys() == plain
+    assert trainer.model_parts[0]._compiled_call_impl is plain
 
 
 def test_what_is_no_configuration_is_refused() -> None:

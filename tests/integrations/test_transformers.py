@@ -90,8 +90,7 @@ def test_microbatches_are_recorded_and_evaluation_is_not(
     assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 3)]
     assert callback.monitor.stats.failures == 0
     assert type(trainer).log is plain
-    assert not trainer.model._forward_hooks
-    assert not trainer.model._forward_pre_hooks
+    assert trainer.model._compiled_call_impl is None
 
 
 def test_a_resumed_training_goes_on_counting(
@@ -167,8 +166,7 @@ def test_an_error_of_the_users_is_reported_and_the_model_is_left_as_it_was(
     trainer = trainer_of(callback, Fails())
     with pytest.raises(ValueError, match="scripted"):
         trainer.train()
-    assert not trainer.model._forward_hooks
-    assert not trainer.model._forward_pre_hooks
+    assert trainer.model._compiled_call_impl is None
     assert Trainer.log is log
     assert "ValueError: scripted" in str(sidecar.heartbeats[-1])
     assert callback.monitor.stats.failures == 0
