@@ -95,8 +95,15 @@ def mad_sigma(values: NDArray[np.floating], centre: float | None = None) -> floa
     finite = values[np.isfinite(values)]
     if not finite.size:
         return 0.0
-    middle = float(np.median(finite)) if centre is None else centre
-    return MAD_TO_SIGMA * float(np.median(np.abs(finite - middle)))
+    middle = _middle(finite) if centre is None else centre
+    return MAD_TO_SIGMA * _middle(np.abs(finite - middle))
+
+
+def _middle(finite: NDArray[np.floating]) -> float:
+    """Median of some values: as numpy's, which takes several times as long for a few of them."""
+    low, high = (finite.size - 1) // 2, finite.size // 2
+    ordered = np.partition(finite, (low, high))
+    return 0.5 * float(ordered[low] + ordered[high])
 
 
 Axes = int | tuple[int, ...]

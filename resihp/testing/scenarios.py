@@ -103,7 +103,7 @@ def pack(lengths: Ints, budget: int, count: int, rng: np.random.Generator) -> Wo
         documents: list[int] = []
         left = budget
         while left > budget // 50:
-            length = min(int(rng.choice(lengths)), left)
+            length = min(int(lengths[rng.integers(lengths.size)]), left)  # `choice` takes longer
             documents.append(length)
             left -= length
         sizes = np.array(documents, np.float64)
