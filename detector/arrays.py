@@ -173,5 +173,6 @@ def _ordered(
 
 def _pick(ordered: NDArray[np.float64], index: NDArray[np.intp]) -> NDArray[np.float64]:
     """The value at an index; NaN where there is none, since then all are NaN."""
-    at = np.clip(index, 0, ordered.shape[-1] - 1)
-    return np.take_along_axis(ordered, at[..., None], axis=-1)[..., 0]
+    rows = ordered.reshape(-1, ordered.shape[-1])
+    at = np.maximum(index.reshape(-1), 0)
+    return rows[np.arange(len(rows)), at].reshape(index.shape)

@@ -131,8 +131,9 @@ class CellRegression(Persistent):
         for i in range(width):
             weighted = weights * relative[:, i]
             self._moment[:, i] += np.bincount(cell, weighted, cells)
-            for j in range(width):
+            for j in range(i, width):
                 self._gram[:, i, j] += np.bincount(cell, weighted * relative[:, j], cells)
+                self._gram[:, j, i] = self._gram[:, i, j]
         if touched.any():
             size = np.einsum("cii->c", self._gram[touched])
             ridge = np.maximum(self._ridge[touched], _LEAST_RIDGE * size[:, None])
@@ -144,15 +145,25 @@ class CellRegression(Persistent):
 
 
 def _least_squares(gram: Floats, moment: Floats, non_negative: Bools) -> Floats:
-    """The minimum of `s G s / 2 - m s` with some `s >= 0`, for every cell.
+    """The minimum of `s G s / 2 - m s` with some `s >= 0`, for every cell."""
+    best = np.asarray(np.linalg.solve(gram, moment[..., None])[..., 0], np.float64)
+    bound = np.flatnonzero(non_negative).tolist()
+    within = np.isfinite(best).all(axis=1) & (best[:, bound] >= -1e-12).all(axis=1)
+    outside = np.flatnonzero(~within)
+    if outside.size:
+        best[outside] = _least_at_bounds(gram[outside], moment[outside], bound)
+    return best
+
+
+def _least_at_bounds(gram: Floats, moment: Floats, bound: list[int]) -> Floats:
+    """The minimum for cells in which at least one of the terms `bound` is zero.
 
     With so few terms, trying every set of terms held at zero is exact and needs no iteration.
     """
     cells, terms = moment.shape
     best = np.zeros((cells, terms))
     lowest = np.full(cells, np.inf)
-    bound = np.flatnonzero(non_negative).tolist()
-    for count in range(len(bound) + 1):
+    for count in range(1, len(bound) + 1):
         for dropped in combinations(bound, count):
             kept = [term for term in range(terms) if term not in dropped]
             if not kept:
