@@ -31,7 +31,7 @@ from resihp.elastic.step import Engine, ReducedStep, Setup
 from resihp.elastic.trainer import Trainer
 from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.engine_job import MICROBATCHES, OPTIMIZER, SHAPE, TIMEOUTS, batch
-from tests.elastic.snapshots import assemble, save
+from tests.elastic.snapshots import assemble, load, save
 from tests.elastic.survivors import Survivors
 
 # Functions of the runtime that a rank enters at certain points of a step.
@@ -158,7 +158,7 @@ def play(
         path = folder / f"events-{rank}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else []:
             _take(record, rank, json.loads(line))
-    record.state = assemble([torch.load(path) for path in folder.glob("final-*.pt")])
+    record.state = assemble([load(path) for path in folder.glob("final-*.pt")])
     return record
 
 

@@ -34,7 +34,7 @@ from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.checkpoint_helpers import await_kept, await_sent, kept_in, tear
 from tests.elastic.held import held
 from tests.elastic.scripted import Scripted
-from tests.elastic.snapshots import full_state, save
+from tests.elastic.snapshots import full_state, load, save
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)
 OPTIMIZER = Optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -200,7 +200,7 @@ def run(case: Case, folder: Path, *, timeout_s: float = 300.0) -> Outcome:
                 assert known == event["loss"], f"ranks disagree on step {event['step']}\n{logs}"
             else:
                 switches.append(event)
-    shards = {int(p.stem.split("-")[1]): torch.load(p) for p in folder.glob("final-*.pt")}
+    shards = {int(p.stem.split("-")[1]): load(p) for p in folder.glob("final-*.pt")}
     newest = {step: losses[generation, step] for generation, step in sorted(losses)}
     return Outcome(codes, newest, switches, shards, folder, logs)
 
