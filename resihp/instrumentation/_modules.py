@@ -46,7 +46,7 @@ class ModulePasses:
     not recorded where this torch has no `queue_callback`.
 
     The calls are timed where torch puts those of a module that was compiled in place: around all
-    of its hooks, as a pass is, for a tenth of what a pair of hooks costs.
+    of its hooks, and without the longer way that torch takes for a module with hooks.
     """
 
     def __init__(
