@@ -78,12 +78,12 @@ class Layer(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = [
             functional.scaled_dot_product_attention(
-                q_.transpose(0, 1),
-                k_.transpose(0, 1),
-                v_.transpose(0, 1),
+                q_.transpose(0, 1).unsqueeze(0),
+                k_.transpose(0, 1).unsqueeze(0),
+                v_.transpose(0, 1).unsqueeze(0),
                 is_causal=True,
                 enable_gqa=True,
-            ).transpose(0, 1)
+            )[0].transpose(0, 1)
             for q_, k_, v_ in zip(*(t.split(list(seq_lens)) for t in (q, k, v)), strict=True)
         ]
         x = x + leave(self.wo(torch.cat(mixed).flatten(1)), self.degree)

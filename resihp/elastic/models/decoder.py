@@ -98,39 +98,40 @@ def attend(
     A token attends to itself and what precedes it in its document, at most `window` tokens.
     """
     per_document = [
-        _attend_in_document(
-            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), window=window
-        ).transpose(0, 1)
-        for q, k, v in zip(
+        _attend_in_document(*(x.transpose(0, 1).unsqueeze(0) for x in qkv), window=window)
+        for qkv in zip(
             q_TNH.split(seq_lens), k_TKH.split(seq_lens), v_TKH.split(seq_lens), strict=True
         )
     ]
-    return per_document[0] if len(per_document) == 1 else torch.cat(per_document)
+    out_TNH = [out_1NLH.squeeze(0).transpose(0, 1) for out_1NLH in per_document]
+    return out_TNH[0] if len(out_TNH) == 1 else torch.cat(out_TNH)
 
 
 def _attend_in_document(
-    q_NLH: torch.Tensor, k_KLH: torch.Tensor, v_KLH: torch.Tensor, *, window: int | None
+    q_1NLH: torch.Tensor, k_1KLH: torch.Tensor, v_1KLH: torch.Tensor, *, window: int | None
 ) -> torch.Tensor:
-    length, is_grouped = q_NLH.shape[1], q_NLH.shape[0] != k_KLH.shape[0]
+    """Attention in one document, [1, N, L, H]: torch's fused kernels, whose memory is linear in
+    the length, take four dimensions only."""
+    length, is_grouped = q_1NLH.shape[2], q_1NLH.shape[1] != k_1KLH.shape[1]
     if window is None or length <= window:
         return functional.scaled_dot_product_attention(
-            q_NLH, k_KLH, v_KLH, is_causal=True, enable_gqa=is_grouped
+            q_1NLH, k_1KLH, v_1KLH, is_causal=True, enable_gqa=is_grouped
         )
     blocks = []  # of as many queries as the window is wide: memory is linear in the length
     for start in range(0, length, window):
         stop, first = min(start + window, length), max(0, start - window + 1)
-        queries = torch.arange(start, stop, device=q_NLH.device).unsqueeze(1)
-        behind = queries - torch.arange(first, stop, device=q_NLH.device)
+        queries = torch.arange(start, stop, device=q_1NLH.device).unsqueeze(1)
+        behind = queries - torch.arange(first, stop, device=q_1NLH.device)
         blocks.append(
             functional.scaled_dot_product_attention(
-                q_NLH[:, start:stop],
-                k_KLH[:, first:stop],
-                v_KLH[:, first:stop],
+                q_1NLH[:, :, start:stop],
+                k_1KLH[:, :, first:stop],
+                v_1KLH[:, :, first:stop],
                 attn_mask=(behind >= 0) & (behind < window),
                 enable_gqa=is_grouped,
             )
         )
-    return torch.cat(blocks, dim=1)
+    return torch.cat(blocks, dim=2)
 
 
 def attended_pairs(seq_lens: tuple[int, ...], window: int | None) -> int:

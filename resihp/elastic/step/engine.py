@@ -220,7 +220,8 @@ class Engine:
             timing = self._telemetry.start()
             # Weight of a token: all microbatches have the same number of tokens.
             loss_weight = 1.0 / (len(packed.tokens) * self.plan.microbatches)
-            with self._adding(item, packed.index, is_last=sends_ahead):
+            kernels = self.setup.attention_kernels()
+            with self._adding(item, packed.index, is_last=sends_ahead), kernels:
                 outgoing = self._passes.run(item, packed, loss_weight)
             if item.op is Op.FORWARD and self.groups.target(item.chunk) is None:
                 self._losses[packed.index] = outgoing.item() * loss_weight

@@ -151,7 +151,7 @@ def _measure(
     group = AbortableProcessGroup(SimpleNamespace(device=setup.device, rank=0), (0,), None)  # type: ignore[arg-type]
     zeros = torch.zeros_like(packed.tokens, device=setup.device)  # every rank has this row
     packed = replace(packed, tokens=zeros, targets=zeros)
-    with LiveTensors() as tensors:
+    with LiveTensors() as tensors, setup.attention_kernels():
         with setup.device:
             module = setup.model.build(part, part_ranges(params, ranges), group)
         for parameter in module.parameters():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from resihp.contracts import ContractError, Op
 
@@ -70,7 +72,8 @@ class Setup:
                    inputs of layers alone; "attention" keeps all but what attention makes of
                    queries, keys and values; None: everything is kept. Changes no bit
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
-                   bit of the training; costs memory and some speed (`DeterministicGradientSum`)
+                   bit of the training; costs memory and some speed (`DeterministicGradientSum`),
+                   on accelerators also the fused kernels of attention
     bucket_bytes   size of a gradient all-reduce that overlaps with backward
     device         of parameters, gradients and microbatches; today the CPU alone
     record_transfer
@@ -103,3 +106,13 @@ class Setup:
             raise ContractError("recompute", f"must be {known} or None, not {self.recompute!r}")
         if self.steal_ahead is not None and not self.steal_ahead >= 0.0:
             raise ContractError("steal_ahead", f"must be 0 or more, not {self.steal_ahead}")
+
+    def attention_kernels(self) -> AbstractContextManager[None]:
+        """Have attention compute the same bits each time where `deterministic` asks for it.
+
+        Backward passes of the fused kernels of accelerators sum in the order in which blocks end.
+        """
+        if not self.deterministic or self.device.type == "cpu":
+            return nullcontext()
+        kernels: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
+        return kernels

@@ -1,0 +1,80 @@
+"""Attention in documents: memory linear in the length, and kernels that repeat where asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.backends import cuda
+from torch.nn.functional import scaled_dot_product_attention
+
+from resihp.elastic.models.decoder import attend
+from tests.elastic.engine_job import small_setup
+
+HEADS, GROUPS, WIDTH = 4, 2, 8
+
+
+def inputs(tokens: int) -> list[torch.Tensor]:
+    chosen = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(tokens, heads, WIDTH, generator=chosen, requires_grad=True)
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_what_is_kept_grows_with_the_length(window: int | None) -> None:
+    kept = []
+    for tokens in (200, 400):
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            attend(*inputs(tokens), (tokens,), window=window)
+        kept.append(sum(sizes.values()))
+    assert kept[1] < 2.2 * kept[0]
+
+
+@pytest.mark.parametrize("seq_lens", [(50,), (1, 7, 42), (25, 25)])
+@pytest.mark.parametrize("window", [None, 1, 7, 49, 50])
+def test_a_token_sees_its_document_and_window(
+    seq_lens: tuple[int, ...], window: int | None
+) -> None:
+    position = torch.arange(50)
+    document = torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens))
+    behind = position[:, None] - position
+    seen = (document[:, None] == document) & (behind >= 0) & (behind < (window or 50))
+    q, k, v = inputs(50)
+    expected = scaled_dot_product_attention(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=seen, enable_gqa=True
+    ).transpose(0, 1)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    torch.autograd.backward(expected, weights)
+    gradients = [one.grad for one in (q, k, v)]
+    q, k, v = inputs(50)
+    found = attend(q, k, v, seq_lens, window=window)
+    torch.testing.assert_close(found, expected)
+    torch.autograd.backward(found, weights)
+    for one, gradient in zip((q, k, v), gradients, strict=True):
+        torch.testing.assert_close(one.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "fused"),
+    [("cpu", True, True), ("cuda", False, True), ("cuda", True, False)],
+)
+def test_deterministic_training_uses_no_kernel_that_sums_in_any_order(
+    device: str, deterministic: bool, fused: bool
+) -> None:
+    setup = replace(small_setup(), device=torch.device(device), deterministic=deterministic)
+    with setup.attention_kernels():
+        assert cuda.flash_sdp_enabled() is fused
+        assert cuda.mem_efficient_sdp_enabled() is fused
+        assert cuda.math_sdp_enabled()
+    assert cuda.flash_sdp_enabled()
