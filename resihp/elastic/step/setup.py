@@ -70,7 +70,8 @@ class Setup:
                    parameters, gradients and sums between ranks stay float32. None: all float32
     recompute      what backward passes compute again instead of keeping it: "layers" keeps the
                    inputs of layers alone; "attention" keeps all but what attention makes of
-                   queries, keys and values; None: everything is kept. Changes no bit
+                   queries, keys and values; None: everything is kept. Changes no bit, on
+                   accelerators with `deterministic`
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
                    bit of the training; costs memory and some speed (`DeterministicGradientSum`),
                    on accelerators also the fused kernels of attention
@@ -111,6 +112,7 @@ class Setup:
         """Have attention compute the same bits each time where `deterministic` asks for it.
 
         Backward passes of the fused kernels of accelerators sum in the order in which blocks end.
+        The choice holds for the whole process meanwhile: enter it in one thread at a time.
         """
         if not self.deterministic or self.device.type == "cpu":
             return nullcontext()
