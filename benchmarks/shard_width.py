@@ -57,9 +57,9 @@ class Shard(torch.nn.Module):
         key, value = self.key_value(normed).view(tokens, 2, self.groups, self.head_dim).unbind(1)
         key, value = (t.transpose(0, 1).repeat_interleave(HEADS_PER_GROUP, 0) for t in (key, value))
         split = (t.split(parts, dim=1) for t in (query, key, value))
-        attended = [
-            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            for q, k, v in zip(*split, strict=True)
+        attended = [  # in four dimensions: torch's fused kernels take no others
+            functional.scaled_dot_product_attention(*qkv, is_causal=True).squeeze(0)
+            for qkv in zip(*([t.unsqueeze(0) for t in part] for part in split), strict=True)
         ]
         mixed = torch.cat(attended, dim=1)
         x = x + self.output(mixed.transpose(0, 1).reshape(tokens, -1))
