@@ -58,8 +58,8 @@ class Shard(torch.nn.Module):
         key, value = (t.transpose(0, 1).repeat_interleave(HEADS_PER_GROUP, 0) for t in (key, value))
         split = (t.split(parts, dim=1) for t in (query, key, value))
         attended = [  # in four dimensions: torch's fused kernels take no others
-            functional.scaled_dot_product_attention(*qkv, is_causal=True).squeeze(0)
-            for qkv in zip(*([t.unsqueeze(0) for t in part] for part in split), strict=True)
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0)
+            for q, k, v in zip(*([t.unsqueeze(0) for t in part] for part in split), strict=True)
         ]
         mixed = torch.cat(attended, dim=1)
         x = x + self.output(mixed.transpose(0, 1).reshape(tokens, -1))
