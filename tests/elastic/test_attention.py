@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.backends import cuda
 from torch.nn.functional import scaled_dot_product_attention
 
+from resihp.elastic.models import decoder
 from resihp.elastic.models.decoder import attend
 from tests.elastic.engine_job import small_setup
 
@@ -43,9 +45,11 @@ def test_what_is_kept_grows_with_the_length(window: int | None) -> None:
 
 @pytest.mark.parametrize("seq_lens", [(50,), (1, 7, 42), (25, 25)])
 @pytest.mark.parametrize("window", [None, 1, 7, 49, 50])
+@pytest.mark.parametrize("grouped", [True, False])
 def test_a_token_sees_its_document_and_window(
-    seq_lens: tuple[int, ...], window: int | None
+    seq_lens: tuple[int, ...], window: int | None, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(decoder, "_takes_grouped_heads", lambda *_, **__: grouped)
     position = torch.arange(50)
     document = torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens))
     behind = position[:, None] - position
@@ -63,6 +67,31 @@ def test_a_token_sees_its_document_and_window(
     torch.autograd.backward(found, weights)
     for one, gradient in zip((q, k, v), gradients, strict=True):
         torch.testing.assert_close(one.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "grouped"),
+    [
+        (torch.bfloat16, None, True),
+        (torch.bfloat16, 100, True),
+        (torch.bfloat16, 20, False),
+        (torch.float32, None, False),
+    ],
+)
+def test_accelerators_get_what_a_fused_kernel_of_theirs_takes(
+    dtype: torch.dtype, window: int | None, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There flash attention alone takes grouped heads: without a mask, in 16 bits."""
+    asked = []
+
+    def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
+        asked.append((options["enable_gqa"], key.shape[1], value.shape[1]))
+        return torch.empty_like(query)
+
+    monkeypatch.setattr(decoder.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
+    attend(*(x.detach().to("meta", dtype) for x in inputs(50)), (50,), window=window)
+    assert set(asked) == {(True, GROUPS, GROUPS) if grouped else (False, HEADS, HEADS)}
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,12 @@ def _attend_in_document(
 ) -> torch.Tensor:
     """Attention in one document, [1, N, L, H]: torch's fused kernels, whose memory is linear in
     the length, take four dimensions only."""
-    length, is_grouped = q_1NLH.shape[2], q_1NLH.shape[1] != k_1KLH.shape[1]
-    if window is None or length <= window:
+    heads, length = q_1NLH.shape[1:3]
+    is_grouped, is_masked = heads != k_1KLH.shape[1], window is not None and length > window
+    if is_grouped and not _takes_grouped_heads(q_1NLH, is_masked=is_masked):
+        each, is_grouped = heads // k_1KLH.shape[1], False
+        k_1KLH, v_1KLH = (x.repeat_interleave(each, 1) for x in (k_1KLH, v_1KLH))
+    if window is None or not is_masked:
         return functional.scaled_dot_product_attention(
             q_1NLH, k_1KLH, v_1KLH, is_causal=True, enable_gqa=is_grouped
         )
@@ -132,6 +136,18 @@ def _attend_in_document(
             )
         )
     return torch.cat(blocks, dim=2)
+
+
+def _takes_grouped_heads(q_1NLH: torch.Tensor, *, is_masked: bool) -> bool:
+    """True if a fused kernel takes fewer key heads than query heads here.
+
+    On accelerators flash attention alone does; it takes no mask, and 16 bits only.
+    """
+    kind = q_1NLH.device.type
+    if kind == "cpu":
+        return True
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_1NLH.dtype
+    return not is_masked and dtype in (torch.bfloat16, torch.float16)
 
 
 def attended_pairs(seq_lens: tuple[int, ...], window: int | None) -> int:
