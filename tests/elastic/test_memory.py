@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from resihp.contracts import (
     ContractError,
@@ -19,7 +20,7 @@ from resihp.contracts import (
 from resihp.elastic import Gpt2, Llama, Mixture, Optimizer, Packed, Setup, measure_memory
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
-from resihp.elastic.step import Engine
+from resihp.elastic.step import Engine, gradient_allreduce
 from resihp.elastic.step.memory import LiveTensors
 from resihp.elastic.step.setup import Recompute
 from resihp.elastic.step.shard import initial_shard
@@ -181,3 +182,13 @@ def test_live_tensors_count_shared_memory_once_and_forget_what_is_gone() -> None
 def test_an_unknown_kind_of_recomputation_is_refused() -> None:
     with pytest.raises(ContractError, match="recompute: must be 'layers' or 'attention' or None"):
         setup_of("llama", "everything")  # type: ignore[arg-type]
+
+
+def test_the_norm_of_a_gradient_needs_no_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_allreduce, "_NORM_PART", 1000)
+    gradient = torch.randn(300, 100, generator=torch.Generator().manual_seed(0))
+    with profile(profile_memory=True) as profiled:
+        found = gradient_allreduce._squared_norm(gradient)
+    torch.testing.assert_close(found, gradient.double().square().sum())
+    most = max(event.cpu_memory_usage for event in profiled.events())
+    assert most < gradient.nbytes

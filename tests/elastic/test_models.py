@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from resihp.contracts import (
+    ContractError,
     Layout,
     ModelShape,
     Plan,
@@ -135,6 +136,11 @@ def test_bf16_operators_keep_float32_state_and_sums(alone: Run, model: Model) ->
     assert low.losses == pytest.approx(alone.losses, rel=1e-2)
     state = low.state  # replicas whose shards differ agree to the last bit
     assert {t.dtype for tensors in state.values() for t in tensors} == {torch.float32}
+
+
+def test_a_precision_that_needs_scaled_gradients_is_refused() -> None:
+    with pytest.raises(ContractError, match=r"compute_dtype: must be torch\.bfloat16"):
+        Setup(MODELS["tied"], OPTIMIZER, batch, compute_dtype=torch.float16)
 
 
 def test_fifty_steps_follow_the_single_rank() -> None:

@@ -23,6 +23,7 @@ from .gradient_accumulation import Gradients, GradientSum
 from .shard import Shard, rows
 
 Piece = tuple[Param, Range]
+_NORM_PART = 8 << 20  # elements: 64 MiB in float64
 
 
 class GradientAllReduce:
@@ -162,10 +163,17 @@ def squared_norms(
         for param, gradient in gradients.items():
             is_tied_copy = groups.place.pp > 0 and param in parameters.first
             if not is_tied_copy and (param.dim is not None or groups.place.tp == 0):
-                # Accumulated in float64 without a copy in float64.
-                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-                squares[row_of[param], groups.place.tp] = norm.square()
+                squares[row_of[param], groups.place.tp] = _squared_norm(gradient)
     return squares.flatten()
+
+
+def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares in float64, for which torch copies: of a part at a time."""
+    norms = [
+        torch.linalg.vector_norm(part, dtype=torch.float64)
+        for part in gradient.flatten().split(_NORM_PART)
+    ]
+    return torch.stack(norms).square().sum()
 
 
 def norm_of(squares: torch.Tensor) -> float:

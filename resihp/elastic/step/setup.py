@@ -66,7 +66,7 @@ def record_nothing(**fields: Any) -> None:
 class Setup:
     """Inputs of the runtime that are the same in every generation.
 
-    compute_dtype  precision of the operators under torch's autocast, e.g. `torch.bfloat16`;
+    compute_dtype  precision of the operators under torch's autocast, `torch.bfloat16`;
                    parameters, gradients and sums between ranks stay float32. None: all float32
     recompute      what backward passes compute again instead of keeping it: "layers" keeps the
                    inputs of layers alone; "attention" keeps all but what attention makes of
@@ -105,6 +105,11 @@ class Setup:
         if self.recompute not in (None, *get_args(Recompute)):
             known = " or ".join(map(repr, get_args(Recompute)))
             raise ContractError("recompute", f"must be {known} or None, not {self.recompute!r}")
+        if self.compute_dtype not in (None, torch.bfloat16):
+            why = "gradients are not scaled against underflow"
+            raise ContractError(
+                "compute_dtype", f"must be torch.bfloat16 or None, not {self.compute_dtype}: {why}"
+            )
         if self.steal_ahead is not None and not self.steal_ahead >= 0.0:
             raise ContractError("steal_ahead", f"must be 0 or more, not {self.steal_ahead}")
 
