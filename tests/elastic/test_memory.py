@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from resihp.contracts import (
     ContractError,
@@ -116,6 +119,44 @@ def test_the_predicted_peak_is_within_five_percent(model: str, name: str) -> Non
         assert predicted == pytest.approx(found, rel=0.05), f"recompute {recompute}"
         peaks.append(max(found.values()))
     assert peaks[0] > peaks[1] > peaks[2], "what is recomputed is not kept"
+
+
+@pytest.mark.parametrize("model", ["llama", "mixture"])
+def test_it_is_so_in_16_bits(model: str) -> None:
+    setup = replace(setup_of(model), compute_dtype=torch.bfloat16)
+    layout = LAYOUTS["alone"]
+    job = job_of(setup, layout)
+    predicted = simulate(job, layout, job.quotas).peak_bytes
+    assert predicted == pytest.approx(measured(setup, layout), rel=0.05)
+
+
+@pytest.mark.parametrize(("recompute", "is_shared"), [(None, True), ("layers", False)])
+def test_microbatches_share_one_copy_of_the_weights_in_16_bits(
+    recompute: Recompute | None, is_shared: bool
+) -> None:
+    """Unless layers are recomputed: then none is kept between passes."""
+    setup = replace(setup_of("llama", recompute), compute_dtype=torch.bfloat16)
+    layout = LAYOUTS["alone"]
+    plan = Plan(version=0, layout=layout, quotas=(QUOTA,))
+    casts: Counter[int] = Counter()
+
+    class CountCasts(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten._to_copy.default and kwargs["dtype"] is torch.bfloat16:
+                casts[args[0].data_ptr()] += 1
+            return func(*args, **(kwargs or {}))
+
+    def run_rank(factory: ProcessGroupFactory) -> list[int]:
+        groups = build_layout_groups(factory, layout, setup.model.parameters, name="generation")
+        shard = initial_shard(setup.model, setup.optimizer, groups)
+        with CountCasts():
+            Engine(setup, groups, shard, plan, factory.waited).accumulate(0)
+        return [casts[param.data_ptr()] for param in shard.tensors.values()]
+
+    (found,) = on_ranks(layout.ranks, run_rank).values()
+    assert max(found) == (1 if is_shared else 2 * QUOTA)
 
 
 @pytest.mark.parametrize(("model", "name"), SPLIT_CASES)

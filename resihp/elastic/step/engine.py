@@ -143,14 +143,15 @@ class Engine:
         mine = self._microbatches
         mine.begin(step, claims)
         loaded = {packed.index: packed for packed in self._load(step, mine.own)}
-        if not mine.is_one_by_one and loaded:
-            self._run(list(loaded.values()), lambda: True)
-        while mine.following is not None and not mine.is_stopped:
-            packed = loaded.pop(mine.following, None)
-            packed = packed or self._load(step, [mine.following])[0]
-            mine.ask()
-            self._run([packed], lambda: mine.advance(is_broken))
-            mine.check(is_broken)
+        with self.setup.casting_once():
+            if not mine.is_one_by_one and loaded:
+                self._run(list(loaded.values()), lambda: True)
+            while mine.following is not None and not mine.is_stopped:
+                packed = loaded.pop(mine.following, None)
+                packed = packed or self._load(step, [mine.following])[0]
+                mine.ask()
+                self._run([packed], lambda: mine.advance(is_broken))
+                mine.check(is_broken)
         self._passes.drain()
         self.is_accumulated = not mine.is_stopped
 

@@ -74,12 +74,14 @@ class LiveTensors(TorchDispatchMode):
 class _PartBytes:
     """Bytes that a forward pass leaves behind, and most that passes and updates need besides.
 
+    casts       of parameters, which all passes of a step share
     split       what is there between the halves of a split backward pass
     split_pass  most that this pass needs besides
     """
 
     kept: int
     working: int
+    casts: int = 0
     split: int = 0
     split_pass: int = 0
     update: int = 0
@@ -93,7 +95,7 @@ def measure_memory(setup: Setup, packed: Packed, *, budget_bytes: int | None = N
 
     Forward and backward passes of the whole and of half of each are measured: what halves is split
     by tensor parallelism, the rest is held by every rank of a stage. Parameters take 8 bytes with
-    their gradients and what the optimizer keeps of them.
+    their gradients, what passes share of them in 16 bits, and what the optimizer keeps of them.
     """
     parameters, tokens = setup.model.parameters, len(packed.tokens)
     first, layer, last = (
@@ -104,12 +106,13 @@ def measure_memory(setup: Setup, packed: Packed, *, budget_bytes: int | None = N
             ("last", parameters.last),
         )
     )
+    layer_params = _params(parameters.layers[0])
     return Memory(
         budget_bytes=budget_bytes,
-        bytes_per_param=8.0,
+        bytes_per_param=8.0 + layer[0].casts / layer_params.of_share(1.0),
         optimizer_bytes_per_param=4.0 * (setup.optimizer.copies - 1),
         reduce_bytes_per_param=4.0,
-        layer_params=_params(parameters.layers[0]),
+        layer_params=layer_params,
         first_params=_params(parameters.first),
         last_params=_params(parameters.last),
         layer_activations=_split(layer[0].kept, layer[1].kept),
@@ -151,13 +154,16 @@ def _measure(
     group = AbortableProcessGroup(SimpleNamespace(device=setup.device, rank=0), (0,), None)  # type: ignore[arg-type]
     zeros = torch.zeros_like(packed.tokens, device=setup.device)  # every rank has this row
     packed = replace(packed, tokens=zeros, targets=zeros)
-    with LiveTensors() as tensors, setup.attention_kernels():
+    with LiveTensors() as tensors, setup.attention_kernels(), setup.casting_once():
         with setup.device:
             module = setup.model.build(part, part_ranges(params, ranges), group)
         for parameter in module.parameters():
             nn.init.zeros_(parameter)
+        before = tensors.live_bytes
         _run(setup, packed, part, module, tensors)
-        found = _run(setup, packed, part, module, tensors)
+        gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+        casts = tensors.live_bytes - before - gradients
+        found = replace(_run(setup, packed, part, module, tensors), casts=casts)
         if part != "first":
             split, split_pass = _run_halves(setup, packed, part, module, tensors)
             found = replace(found, split=split, split_pass=split_pass)

@@ -113,6 +113,18 @@ class Setup:
         if self.steal_ahead is not None and not self.steal_ahead >= 0.0:
             raise ContractError("steal_ahead", f"must be 0 or more, not {self.steal_ahead}")
 
+    def casting_once(self) -> AbstractContextManager[None]:
+        """Have the passes inside share one copy of the weights in `compute_dtype`.
+
+        torch drops its copies at the end of the outermost autocast: each microbatch between its
+        forward and its backward pass would keep copies of its own. Where layers are recomputed none
+        is kept between passes. Do not update weights inside.
+        """
+        if self.compute_dtype is None or self.recompute == "layers":
+            return nullcontext()
+        around: AbstractContextManager[None] = torch.autocast(self.device.type, enabled=False)
+        return around
+
     def attention_kernels(self) -> AbstractContextManager[None]:
         """Have attention compute the same bits each time where `deterministic` asks for it.
 
