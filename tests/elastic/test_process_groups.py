@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from resihp.contracts import ContractError, PeerLostError
 from resihp.elastic import Replicas
-from resihp.elastic.process_groups import nccl
+from resihp.elastic.process_groups import nccl, selection
 from resihp.elastic.process_groups import reconfigure as reconfigure_module
 from resihp.elastic.process_groups.abortable import (
     AbortableProcessGroup,
@@ -36,6 +36,7 @@ from resihp.elastic.process_groups.gloo import GlooCommunicators
 from resihp.elastic.process_groups.nccl import NcclCommunicators, version_refusal
 from resihp.elastic.process_groups.reconfigure import ReconfigurableCommunicators
 from resihp.elastic.process_groups.selection import VARIABLE, select_communicators
+from resihp.elastic.process_groups.staged import StagedGlooCommunicators
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.elastic.trainer import Trainer
 from tests.elastic.engine_job import ALONE, plan, small_setup
@@ -475,6 +476,32 @@ def test_what_the_device_lacks_is_said(name: str, reason: str) -> None:
         select_communicators(device, {VARIABLE: name})
 
 
+def test_a_device_without_index_is_refused() -> None:
+    """It would be another one in each thread."""
+    for name in ("", "staged"):
+        with pytest.raises(ContractError, match="device: has no index"):
+            select_communicators(torch.device("cuda"), {VARIABLE: name})
+
+
+def test_exchanges_through_the_host_are_warned_of_unless_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(NcclCommunicators, "refusal", lambda device: "NCCL 2.28.5 crashes in abort")
+    monkeypatch.setattr(ReconfigurableCommunicators, "refusal", lambda device: "torch is too old")
+    selection._warn_of_host.cache_clear()
+    device = torch.device("cuda", 1)
+    assert select_communicators(device, {VARIABLE: "staged"}) is StagedGlooCommunicators
+    assert caplog.messages == []
+    for _ in range(2):
+        assert select_communicators(device, {}) is StagedGlooCommunicators
+    assert caplog.messages == [
+        "tensors of cuda:1 are exchanged through the host (staged): gloo: gloo exchanges CPU "
+        "tensors, not those of cuda:1; reconfigure: torch is too old; nccl: NCCL 2.28.5 crashes in "
+        "abort"
+    ]
+
+
 def test_what_torch_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist, "_reconfigure", raising=False)
     with pytest.raises(ContractError, match=r"reconfigure: torch .* has no .*_reconfigure"):
@@ -521,10 +548,6 @@ def test_nccl_is_refused_where_torch_would_end_the_process(monkeypatch: pytest.M
     assert "would end the process" in str(NcclCommunicators.refusal(torch.device("cuda", 0)))
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     assert NcclCommunicators.refusal(torch.device("cuda", 0)) is None
-
-
-def test_a_device_without_index_is_refused() -> None:
-    assert "has no index" in str(NcclCommunicators.refusal(torch.device("cuda")))
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")

@@ -92,8 +92,6 @@ def nccl_refusal(device: torch.device) -> str | None:
     """Reason for which this torch's NCCL cannot serve `device`, or None."""
     if device.type != "cuda":
         return f"NCCL exchanges tensors of CUDA devices, not those of {device}"
-    if device == torch.device("cuda"):
-        return "the CUDA device has no index: threads of a process may have another current one"
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "there is no CUDA device, or this torch is built without NCCL"
     return version_refusal(cast(tuple[int, ...], torch.cuda.nccl.version()))

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from resihp._devices import with_index
 from resihp.contracts import ContractError, Op
 
 from ..microbatches.balancing import StepWork
@@ -76,7 +77,8 @@ class Setup:
                    bit of the training; costs memory and some speed (`DeterministicGradientSum`),
                    on accelerators also the fused kernels of attention
     bucket_bytes   size of a gradient all-reduce that overlaps with backward
-    device         of parameters, gradients and microbatches; today the CPU alone
+    device         of parameters, gradients and microbatches; a CUDA device without index is the
+                   current one of this thread
     record_transfer
                    takes the records of transfers between stages, of both ends; None: not recorded
     work           assigns microbatches by their work, not by their number alone: a function from a
@@ -102,6 +104,7 @@ class Setup:
     steal_ahead: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", with_index(self.device))
         if self.recompute not in (None, *get_args(Recompute)):
             known = " or ".join(map(repr, get_args(Recompute)))
             raise ContractError("recompute", f"must be {known} or None, not {self.recompute!r}")

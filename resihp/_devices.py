@@ -1,0 +1,20 @@
+"""CUDA devices: which one a rank uses."""
+
+from __future__ import annotations
+
+import torch
+
+from resihp.contracts import ContractError
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return the current CUDA device for one without index, any other device as it is.
+
+    Threads of a process start with device 0 as the current one. Raises `ContractError` where there
+    is no CUDA device.
+    """
+    if device != torch.device("cuda"):
+        return device
+    if not torch.cuda.is_available():
+        raise ContractError("device", "is 'cuda', and this process has no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
