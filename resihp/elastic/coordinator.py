@@ -260,7 +260,8 @@ class ReshardCoordinator:
         state = self._state
         present = [] if state.engine is None else [state.engine.groups.everyone.abort]
         others = (state.preparing, state.in_doubt)
-        at_once([*present, *(other.abort_groups for other in others if other is not None)])
+        following = [other.abort_groups for other in others if other is not None]
+        at_once([*present, *following], self._context.setup.device)
 
     def abort(self) -> None:
         """Stay in the committed generation; stop and close everything of the next one."""

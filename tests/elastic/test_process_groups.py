@@ -578,7 +578,7 @@ def test_communicators_with_a_lost_peer_are_aborted_at_once(
         world.siblings = lambda: worlds
         world._gloo = Future()
         world.allreduce([torch.zeros(1)])
-    at_once([world.abort for world in worlds])
+    at_once([world.abort for world in worlds], CPU)
     assert all(world.is_aborted for world in worlds)
     assert StandInNccl.mistakes == []
     for world in worlds:
@@ -592,7 +592,7 @@ def test_an_abort_that_fails_is_told_once_all_have_ended() -> None:
         raise RuntimeError("the device is lost")
 
     with pytest.raises(RuntimeError, match="device is lost"):
-        at_once([fail, ended.set])
+        at_once([fail, ended.set], CPU)
     assert ended.is_set()
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from resihp._devices import use_device
 from resihp.checkpoint import Checkpointer, EveryStep, IndependentRank, Level, SavePolicy
 from resihp.checkpoint.policy import SaveTiming
 from resihp.checkpoint.restore import restore
@@ -62,6 +63,7 @@ class Writer:
         pieces = pieces_of(shard, self._spans, setup.model.parameters)
 
         def prepare() -> None:
+            use_device(setup.device)
             connect()
             saver.prepare(pieces)
 

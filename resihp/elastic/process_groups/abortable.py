@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from resihp._devices import use_device
 from resihp._shutdown import torch_lock
 from resihp.contracts import PeerLostError
 
@@ -266,6 +267,9 @@ def close_groups(groups: Iterable[AbortableProcessGroup]) -> None:
 
 def _close(groups: Iterable[AbortableProcessGroup]) -> None:
     left = list(groups)
+    for device in {group.device for group in left}:
+        with torch_lock():
+            use_device(device)
     while left:
         with torch_lock():
             for group in [group for group in left if group.is_idle]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from resihp._devices import use_device
 from resihp.contracts import PeerLostError
 
 CPU = torch.device("cpu")
@@ -196,8 +197,8 @@ class Communicators(ABC):
         """Prepare a communicator that was not aborted for its destructor."""
 
 
-def at_once(aborts: Sequence[Callable[[], None]]) -> None:
-    """Call all of `aborts`, each in a thread; return when the last one has.
+def at_once(aborts: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Call all of `aborts`, each in a thread of `device`; return when the last one has.
 
     On a device an abort frees memory, which waits for the kernels of communicators that are not
     aborted yet. Raises what the first of them raised.
@@ -206,7 +207,7 @@ def at_once(aborts: Sequence[Callable[[], None]]) -> None:
         for abort in aborts:
             abort()
         return
-    with ThreadPoolExecutor(len(aborts), "resihp-abort") as threads:
+    with ThreadPoolExecutor(len(aborts), "resihp-abort", use_device, (device,)) as threads:
         ended = [threads.submit(abort) for abort in aborts]
     for one in ended:
         one.result()

@@ -82,7 +82,7 @@ class NcclCommunicators(Communicators):
                     raise RuntimeError(f"not all of {member.size} members have connected")
 
     def _abort(self, communicators: Sequence[dist.ProcessGroup]) -> None:
-        at_once([communicator.abort for communicator in communicators])
+        at_once([communicator.abort for communicator in communicators], self.device)
 
     def _close(self, communicator: dist.ProcessGroup) -> None:
         self._abort([communicator])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from resihp._devices import use_device
 from resihp._shutdown import start_thread
 
 from .communicators import ABORTED, CPU, SLICE, Communicators, Member, wait_slice
@@ -227,6 +228,7 @@ def _run(
 
     One that was started ends by itself, as gloo's do after an abort; later ones are not started.
     """
+    use_device(communicators.device)
     while (exchange := queue.get()) is not None:
         try:
             if communicators.is_aborted:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from resihp._devices import use_device
 from resihp._shutdown import start_thread
 from resihp.contracts import PeerLostError, Plan
 from resihp.layout import Move, holdings, moves
@@ -187,6 +188,7 @@ class Generation:
     def _run(self) -> None:
         start = time.perf_counter()
         try:
+            use_device(self._context.setup.device)
             self._build()
             self.is_built = True
         except (RuntimeError, dist.DistError, OSError) as error:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from resihp._devices import use_device
 from resihp._shutdown import torch_lock
 
 from .host_memory import TensorAddress
@@ -75,7 +76,7 @@ class CudaIpc:
         self.device = device
         self._driver = driver if driver is not None else CudaDriver(device)
         self._opened: dict[bytes, int] = {}
-        weakref.finalize(self, _close, self._driver, self._opened).atexit = False
+        weakref.finalize(self, _close, device, self._driver, self._opened).atexit = False
 
     def place(self, tensor: torch.Tensor) -> list[int]:
         """Handle, offset and strides of a tensor of this process. Raises `OSError`."""
@@ -111,15 +112,19 @@ class CudaIpc:
         return tensor_at(self._opened[handle] + offset, strides, like)
 
 
-def _close(driver: DeviceDriver, opened: dict[bytes, int]) -> None:
+def _close(device: torch.device, driver: DeviceDriver, opened: dict[bytes, int]) -> None:
     """Unmap in a thread: it waits for the copies, and for the driver."""
     if opened:
         threading.Thread(
-            target=_unmap, args=(driver, [*opened.values()]), name="resihp-unmap", daemon=True
+            target=_unmap,
+            args=(device, driver, [*opened.values()]),
+            name="resihp-unmap",
+            daemon=True,
         ).start()
 
 
-def _unmap(driver: DeviceDriver, opened: Sequence[int]) -> None:
+def _unmap(device: torch.device, driver: DeviceDriver, opened: Sequence[int]) -> None:
+    use_device(device)
     ended = driver.mark()
     while not ended.query():
         time.sleep(POLL_S)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from resihp._devices import use_device
 from resihp._process_limits import lower_priority
 from resihp.contracts import CheckpointError, PeerLostError, Plan, StateLostError
 from resihp.layout import Param, Range
@@ -150,6 +151,7 @@ class StateTransfer:
 
     def _run(self) -> None:
         try:
+            use_device(self._setup.device)
             lower_priority(_NICENESS)
             self._copy_state()
             self._is_copied = True
