@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from resihp.contracts import ContractError
@@ -28,3 +31,16 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+@functools.cache
+def side_stream(device: torch.device, purpose: str) -> Any:
+    """Return the stream of a CUDA device for a purpose; one is made and kept by the process.
+
+    torch has 32 streams for each device and priority and hands them out in turn; NCCL's
+    communicators take theirs from those of normal priority. A stream for each use would soon be
+    that of training's collectives as well. These are few and of high priority, so that work of a
+    purpose waits for earlier work of the same purpose alone. Work that may wait for a peer needs a
+    purpose of its own.
+    """
+    return torch.cuda.Stream(device, priority=-1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from resihp.contracts import Layout, Plan, Schedule, even_quotas
+from resihp.elastic.process_groups import staged
 from resihp.elastic.process_groups.staged import DeviceCopies, StagedGlooCommunicators
 from resihp.elastic.step import Setup
 from tests.elastic.late_copies import LateCommunicators, LateCopies
@@ -82,7 +83,7 @@ def test_copies_come_after_the_passes_and_the_passes_after_them(
     """What is filled may have been the memory of another tensor before: its copy waits too."""
     log: list[str] = []
     streams = iter([Stream("out", log), Stream("into", log)])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(streams))
+    monkeypatch.setattr(staged, "side_stream", lambda device, purpose: next(streams))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("training", log))
     monkeypatch.setattr(

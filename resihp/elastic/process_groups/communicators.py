@@ -10,18 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from itertools import cycle
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from resihp._devices import use_device
+from resihp._devices import side_stream, use_device
 from resihp.contracts import PeerLostError
 
 CPU = torch.device("cpu")
 SLICE = timedelta(milliseconds=50)
 ABORTED = "the generation is aborted"
 _POLL_S = 50e-6
+_turns = cycle(range(4))
+"""Of generations: the one in use, the next one, and those that are being closed."""
 
 
 def check_nothing() -> None:
@@ -181,7 +184,11 @@ class Communicators(ABC):
 
     @cached_property
     def _ends(self) -> Any:
-        return torch.cuda.Stream(self.device)
+        """Stream on which the host polls; a failed work holds it until its generation is aborted.
+
+        Therefore generations that exist beside each other have different ones.
+        """
+        return side_stream(self.device, f"ends {next(_turns)}")
 
     # What follows is all that `_create` leaves to do; for gloo that is nothing.
 

@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from resihp._devices import side_stream
+
 from .communicators import Communicators, Member, at_once
 
 _REFUSED: dict[tuple[int, ...], str] = {
@@ -70,9 +72,9 @@ class NcclCommunicators(Communicators):
     def _join(
         self, communicator: dist.ProcessGroup, member: Member, check: Callable[[], None]
     ) -> None:
-        """Connect and sum once, on a stream of its own, beside the work of other communicators."""
+        """Connect and sum once, on a side stream, beside the work of other communicators."""
         end = time.monotonic() + self._connect_timeout.total_seconds()
-        with current_device(self.device), _side_stream(self.device):
+        with current_device(self.device), _connecting_stream(self.device):
             communicator.eager_connect_single_device(self.device)  # type: ignore[attr-defined]
             work = communicator.allreduce([torch.zeros(1, device=self.device)])
             while not self.is_done(work):
@@ -125,9 +127,8 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Enqueue on a stream of its own; nothing to do for the CPU."""
+def _connecting_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Enqueue on the stream of connections, which never waits for a peer; nothing for the CPU."""
     if device.type != "cuda":
         return nullcontext()
-    stream: Any = torch.cuda.Stream(device)
-    return torch.cuda.stream(stream)
+    return torch.cuda.stream(side_stream(device, "connect"))

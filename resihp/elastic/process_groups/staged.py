@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from resihp._devices import use_device
+from resihp._devices import side_stream, use_device
 from resihp._shutdown import start_thread
 
 from .communicators import ABORTED, CPU, SLICE, Communicators, Member, wait_slice
@@ -65,12 +65,15 @@ class StagedGlooCommunicators(GlooCommunicators):
 
 
 class DeviceCopies:
-    """Copies between a device and pinned memory, on two streams of their own."""
+    """Copies between a device and pinned memory, on two side streams.
+
+    All groups share them: a copy waits for what the caller's stream was told before, for no peer.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out: Any = torch.cuda.Stream(device)
-        self._into: Any = torch.cuda.Stream(device)
+        self._out: Any = side_stream(device, "to host")
+        self._into: Any = side_stream(device, "to device")
 
     def begin(self) -> Any:
         """Event after all that the caller's stream has been told so far."""

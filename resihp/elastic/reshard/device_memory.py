@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from resihp._devices import use_device
+from resihp._devices import side_stream, use_device
 from resihp._shutdown import torch_lock
 
 from .host_memory import TensorAddress
@@ -65,7 +65,7 @@ class DeviceDriver(Protocol):
 
 
 class CudaIpc:
-    """Tensors in the memory of a device; the copies have a stream of their own.
+    """Tensors in the memory of a device; copies from all peers are on one side stream.
 
     Allocations stay mapped until this object is freed, or a moment longer.
     """
@@ -139,7 +139,7 @@ class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self._device, self._context = device, _primary_context(index)
-        self._stream: Any = torch.cuda.Stream(device)
+        self._stream: Any = side_stream(device, "peer memory")
 
     def export(self, address: int) -> tuple[bytes, int]:
         """Handle of the allocation that holds `address`, and the offset in it."""
