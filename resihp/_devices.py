@@ -44,3 +44,8 @@ def side_stream(device: torch.device, purpose: str) -> Any:
     purpose of its own.
     """
     return torch.cuda.Stream(device, priority=-1)
+
+
+def record_awaited(stream: Any) -> Any:
+    """Record an event for which the host will wait asleep; on torch's default ones it spins."""
+    return stream.record_event(torch.cuda.Event(blocking=True))

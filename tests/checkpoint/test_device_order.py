@@ -27,17 +27,25 @@ class Stream:
         """What comes here next comes after what the other has been told so far."""
         self.log.append(f"{self.name} after {other.name}")
 
-    def record_event(self) -> Stream:
-        """An event after what it has been told so far."""
+    def record_event(self, event: CudaEvent) -> CudaEvent:
+        """It comes after what this has been told so far."""
         self.recorded += 1
         if self.recorded >= IN_FLIGHT:
             self.reached_limit.set()
         if self.recorded >= CHUNKS:
             self.has_all.set()
-        return self
+        event.going = self.going
+        return event
+
+
+class CudaEvent:
+    """Has the host wait asleep."""
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        self.blocking, self.going = blocking, Event()
 
     def synchronize(self) -> None:
-        """The host waits."""
+        assert self.blocking, "the host would spin"
         assert self.going.wait(PATIENCE_S)
 
 
@@ -46,6 +54,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, Stream, list[str]]
     log: list[str] = []
     training, copying = Stream("training", log), Stream("copying", log)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: training)
+    monkeypatch.setattr(torch.cuda, "Event", CudaEvent)
     return training, copying, log
 
 

@@ -468,18 +468,17 @@ class Stream:
     def wait_stream(self, other: object) -> None:
         """Come after the other's work."""
 
-    def record_event(self) -> Stream:
-        """An event after the work so far."""
-        return self
-
-    def synchronize(self) -> None:
-        """Wait for no time."""
+    def record_event(self, event: object) -> object:
+        """It comes after the work so far."""
+        return event
 
 
 def test_a_device_state_larger_than_the_pinned_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Stream())
+    event = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
     state, disk = large(-1), GatedDisk(tmp_path, keep=9)
     before_waits(monkeypatch, disk.gate.set)
     with Checkpointer([disk], host_cache_bytes=LEAST_CACHE_BYTES) as saver:

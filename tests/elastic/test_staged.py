@@ -64,8 +64,8 @@ class Stream:
     def __init__(self, name: str, log: list[str]) -> None:
         self._name, self._log = name, log
 
-    def record_event(self) -> str:
-        return f"{self._name} so far"
+    def record_event(self, event: str = "event") -> str:
+        return f"{event} of {self._name}"
 
     def wait_event(self, event: str) -> None:
         self._log.append(f"{self._name} waits for {event}")
@@ -85,6 +85,7 @@ def test_copies_come_after_the_passes_and_the_passes_after_them(
     streams = iter([Stream("out", log), Stream("into", log)])
     monkeypatch.setattr(staged, "side_stream", lambda device, purpose: next(streams))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: "blocking" if blocking else "event")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("training", log))
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: log.append(f"held for {stream._name}")
@@ -92,11 +93,11 @@ def test_copies_come_after_the_passes_and_the_passes_after_them(
     copies = DeviceCopies(torch.device("cuda", 0))
     tensor, host = torch.ones(2), torch.zeros(2)
     begun = copies.begin()
-    assert copies.to_host(tensor, host, begun) == "out so far"
+    assert copies.to_host(tensor, host, begun) == "blocking of out"
     copies.follow(copies.to_device(host, tensor, begun))
     assert host.tolist() == [1.0, 1.0]
     assert log == [
-        "out waits for training so far", "out: copy", "held for out",
-        "into waits for training so far", "into: copy", "held for into",
-        "training waits for into so far",
+        "out waits for event of training", "out: copy", "held for out",
+        "into waits for event of training", "into: copy", "held for into",
+        "training waits for blocking of into",
     ]  # fmt: skip

@@ -17,6 +17,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
+from resihp._devices import record_awaited
 from resihp._shutdown import start_thread
 
 from ..format.shard_file import SourceBytes
@@ -118,13 +119,13 @@ def _copy_from_device(checkpoint: InFlightCheckpoint, stream: torch.cuda.Stream)
                 _land(checkpoint, flying)  # levels may then release its block
                 continue
             put(number, ChunkState.ORDERED)
-            flying.append((number, stream.record_event()))
+            flying.append((number, record_awaited(stream)))
             if len(flying) >= IN_FLIGHT and not checkpoint.hurry.is_set():
                 _land(checkpoint, flying)
     finally:
         while flying:
             _land(checkpoint, flying)
-        stream.synchronize()  # the references to the tensors are dropped after this
+        record_awaited(stream).synchronize()  # the references to the tensors are dropped after this
 
 
 def _land(checkpoint: InFlightCheckpoint, flying: deque[tuple[int, torch.cuda.Event]]) -> None:

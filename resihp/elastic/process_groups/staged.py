@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from resihp._devices import side_stream, use_device
+from resihp._devices import record_awaited, side_stream, use_device
 from resihp._shutdown import start_thread
 
 from .communicators import ABORTED, CPU, SLICE, Communicators, Member, wait_slice
@@ -100,7 +100,7 @@ class DeviceCopies:
         with torch.cuda.stream(stream):
             into.copy_(source, non_blocking=True)
         (into if into.is_cuda else source).record_stream(stream)
-        return stream.record_event()
+        return record_awaited(stream)
 
 
 class StagedWork:
