@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +34,7 @@ from resihp.checkpoint import (
 from resihp.checkpoint.levels import Level, checkpoint_folder
 from resihp.checkpoint.levels.direct_file import DirectFile
 from resihp.checkpoint.restore import restore
-from resihp.checkpoint.staging import fence
+from resihp.checkpoint.staging import fence, host_buffer
 from resihp.checkpoint.staging.copier import Copier
 from resihp.checkpoint.staging.host_cache import BLOCK_BYTES, HostCache
 from resihp.checkpoint.staging.stager import LEAST_CACHE_BYTES
@@ -500,15 +504,24 @@ def test_a_device_state_larger_than_the_pinned_cache(
         assert_restored(disk, step)
 
 
+def register_with(
+    monkeypatch: pytest.MonkeyPatch, registered: dict[int, int], unregister: Callable[[int], int]
+) -> None:
+    """Stand in for CUDA's runtime, with addresses and sizes in `registered`."""
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda at, nbytes, flags: registered.update({at: nbytes}) or 0,
+        cudaHostUnregister=unregister,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+
+
 def test_pinned_memory_is_registered_to_the_byte_and_unregistered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     registered: dict[int, int] = {}
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda at, nbytes, flags: registered.update({at: nbytes}) or 0,
-        cudaHostUnregister=registered.pop,
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    register_with(monkeypatch, registered, lambda at: 0 if registered.pop(at) else 1)
     cache = HostCache(pinned=True)
     cache.grow(3)
     assert [*registered.values()] == [3 * BLOCK_BYTES]
@@ -517,6 +530,48 @@ def test_pinned_memory_is_registered_to_the_byte_and_unregistered(
     assert sorted(registered.values()) == [3 * BLOCK_BYTES, 5 * BLOCK_BYTES], "a level reads there"
     del view
     assert [*registered.values()] == [5 * BLOCK_BYTES]
+
+
+def is_mapped(address: int) -> bool:
+    """Whether an address is in a mapping of this process."""
+    spans = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in spans)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_pinned_memory_is_unregistered_before_it_is_unmapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered: dict[int, int] = {}
+    was_mapped: list[bool] = []
+    mappings: list[weakref.ref[mmap.mmap]] = []
+    register_with(monkeypatch, registered, lambda at: was_mapped.append(is_mapped(at)) or 0)
+    map_memory = host_buffer._map
+
+    def noted(nbytes: int, *, huge: bool) -> mmap.mmap:
+        memory = map_memory(nbytes, huge=huge)
+        mappings.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(host_buffer, "_map", noted)
+    cache = HostCache(pinned=True)
+    cache.grow(1)
+    assert was_mapped == []
+    del cache
+    assert was_mapped == [True]
+    assert [mapping() for mapping in mappings] == [None]
+
+
+def test_memory_that_stays_registered_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    register_with(monkeypatch, {}, lambda at: 713)
+    HostCache(pinned=True).grow(1)
+    assert caplog.messages == [
+        f"{BLOCK_BYTES} bytes of host memory stay registered with the device (CUDA error 713)"
+    ]
 
 
 def test_a_cache_lends_the_lowest_free_block_and_grows_beside_those_in_use() -> None:

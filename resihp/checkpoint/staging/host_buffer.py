@@ -10,6 +10,7 @@ finds and clears each page first; `populate` does that in advance and keeps the 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import sys
 import weakref
@@ -22,6 +23,8 @@ from torch import Tensor
 from resihp._process_limits import BACKGROUND_NICENESS, lower_priority
 from resihp._shutdown import start_thread
 from resihp.contracts import CheckpointError
+
+_log = logging.getLogger("resihp.checkpoint")
 
 _HUGE_BYTES, _STRETCH_BYTES = 2 << 20, 32 << 20
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
@@ -39,9 +42,8 @@ class HostBuffer:
 
     def __init__(self, nbytes: int, *, pinned: bool = False, huge: bool = True) -> None:
         memory = _map(nbytes, huge=huge)
-        if pinned:
-            _pin(memory)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+        exporter = _pinned(memory) if pinned else memory
+        self.tensor = torch.frombuffer(exporter, dtype=torch.uint8)[:nbytes]
         self.view: memoryview = self.tensor.numpy().data
 
 
@@ -90,18 +92,33 @@ def _map(nbytes: int, *, huge: bool) -> mmap.mmap:
     return memory
 
 
-def _pin(memory: mmap.mmap) -> None:
-    """Register memory with the device, for as long as it is mapped.
+def _pinned(memory: mmap.mmap) -> ctypes.Array[ctypes.c_ubyte]:
+    """Register memory with the device, until the view that is returned is freed.
 
     torch's own allocator of pinned memory rounds sizes up to a power of two.
     """
-    start, cudart = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(start, len(memory), _PORTABLE))
+    view = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
+    start = ctypes.addressof(view)
+    code = int(torch.cuda.cudart().cudaHostRegister(start, len(memory), _PORTABLE))
     if code:
         reason = f"{len(memory)} bytes of host memory cannot be pinned (CUDA error {code})"
         raise CheckpointError(reason)
-    unregister = weakref.finalize(memory, cudart.cudaHostUnregister, start)
+    # Holds the mapping: one that is freed is unmapped before its own finalizers are called.
+    unregister = weakref.finalize(view, _unpin, memory, start, torch.cuda.current_device())
     unregister.atexit = False  # the device's context may have ended by then
+    return view
+
+
+def _unpin(memory: mmap.mmap, start: int, device: int) -> None:
+    """Undo the registration; called in any thread, which may have another current device."""
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostUnregister(start))
+    if code:
+        _log.warning(
+            "%d bytes of host memory stay registered with the device (CUDA error %d)",
+            len(memory),
+            code,
+        )
 
 
 def _advise(start: int, nbytes: int, advice: int) -> bool:
