@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from resihp.elastic.ddp.gradients import LoopGradients
 from resihp.elastic.ddp.groups import ReplicaGroups
 from resihp.elastic.microbatches.assignment import Assignment
-from resihp.elastic.process_groups.abortable import ProcessGroupFactory
+from resihp.elastic.process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory
 from tests.elastic.threads import on_ranks
 
 REPLICAS = (0, 1)
@@ -69,3 +71,37 @@ def test_a_parameter_that_is_frozen_between_two_steps_keeps_no_gradient() -> Non
     sums.begin()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert sums.parameters == list(model[1].parameters())
+
+
+class OtherDevice:
+    """A group of CPU tensors whose backend, like gloo, refuses tensors of two devices."""
+
+    device, ranks = torch.device("cpu"), REPLICAS
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, into: list[int], out: list[int]
+    ) -> None:
+        assert (received.device, received.numel()) == (sent.device, sum(into))
+        assert sent.numel() == sum(out)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor] * len(self)
+
+
+@pytest.mark.parametrize("replica", REPLICAS)
+def test_ordered_sums_are_on_the_device_of_the_model(replica: int) -> None:
+    """Of a replica without microbatches too."""
+    shares = Assignment(todo=REPLICAS), Assignment(todo=())
+    model = nn.Linear(3, 2, device="meta")
+    group = cast(AbortableProcessGroup, OtherDevice())
+    groups, sums = ReplicaGroups(group, group), gradients_of(model, ordered=True)
+    sums.begin()
+    for index in shares[replica].todo:
+        with sums.adding((index,), groups, is_last=index == REPLICAS[-1]):
+            model(torch.ones(4, 3, device="meta")).sum().backward()
+    sums.sum_over(groups, shares, replica)
+    assert sums.total is not None
+    assert {tensor.device.type for tensor in sums.total} == {"meta"}

@@ -147,7 +147,8 @@ class LoopGradients:
             return own[0]
         nodes_of = [nodes(indices(share.whole), leaves) for share in shares]
         sizes = [tensor.numel() for tensor in like]
-        flat = tree_allreduce(group, index, own, sum(sizes), nodes_of, leaves)
+        device = next((tensor.device for tensor in like), None)
+        flat = tree_allreduce(group, index, own, sum(sizes), nodes_of, leaves, device=device)
         parts = zip(flat.split(sizes), like, strict=True)
         return [part.view_as(tensor) for part, tensor in parts]
 

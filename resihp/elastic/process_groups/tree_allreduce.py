@@ -18,29 +18,33 @@ def tree_allreduce(
     size: int,
     nodes_of: Sequence[Sequence[Node]],
     leaves: int,
+    *,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
     """Return the sum [size] of all leaves, equal to the bit on every rank; collective over `group`.
 
     index     position of this rank in the group
     own       this rank's sums, one for each of its nodes: tensors with `size` elements together
     nodes_of  the nodes of each rank of the group, in its order; all ranks know them
+    device    of the tensors, which a rank without nodes cannot tell; None: the group's
 
     Every rank sums one slice of all nodes, then slices are all-gathered: as many bytes as in a ring
     all-reduce where each rank holds one node, (k + 1) / 2 times as many for k nodes.
     """
+    device = device or group.device
     width = -(-size // len(group))
     slices = [range(i * width, min((i + 1) * width, size)) for i in range(len(group))]
     flats = [torch.cat([tensor.reshape(-1) for tensor in one]) for one in own]
     sent = [flat[part.start : part.stop] for part in slices for flat in flats]
     mine = len(slices[index])
-    received = torch.empty(mine * sum(map(len, nodes_of)), device=group.device)
+    received = torch.empty(mine * sum(map(len, nodes_of)), device=device)
     group.all_to_all(
         received,
-        torch.cat(sent) if sent else torch.empty(0, device=group.device),
+        torch.cat(sent) if sent else torch.empty(0, device=device),
         [mine * len(held) for held in nodes_of],
         [len(part) * len(own) for part in slices],
     )
-    added = torch.zeros(width, device=group.device)
+    added = torch.zeros(width, device=device)
     if mine:
         added[:mine] = _added(nodes_of, received.split(mine), leaves)
     return torch.cat(group.all_gather(added))[:size]
