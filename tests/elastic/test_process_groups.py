@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from resihp.contracts import ContractError, PeerLostError
 from resihp.elastic import Replicas
-from resihp.elastic.process_groups import nccl, selection
+from resihp.elastic.process_groups import communicators, nccl, selection
 from resihp.elastic.process_groups import reconfigure as reconfigure_module
 from resihp.elastic.process_groups.abortable import (
     AbortableProcessGroup,
@@ -583,6 +583,20 @@ def test_communicators_with_a_lost_peer_are_aborted_at_once(
     assert StandInNccl.mistakes == []
     for world in worlds:
         world._gloo.set_exception(RuntimeError("its peer did not come"))
+
+
+def test_polls_of_a_device_sleep_only_once_a_wait_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_us, slept = [0], list[float]()
+    clock = SimpleNamespace(monotonic=lambda: now_us[0] / 1e6, sleep=slept.append)
+    monkeypatch.setattr(communicators, "time", clock)
+
+    def query() -> bool:
+        now_us[0] += 50
+        return now_us[0] > 400
+
+    assert communicators._comes(query, end=1.0)
+    assert slept == [0.0] * 3 + [communicators._POLL_S] * 5
+    assert not communicators._comes(lambda: False, end=0.0)
 
 
 def test_an_abort_that_fails_is_told_once_all_have_ended() -> None:
