@@ -49,3 +49,19 @@ def side_stream(device: torch.device, purpose: str) -> Any:
 def record_awaited(stream: Any) -> Any:
     """Record an event for which the host will wait asleep; on torch's default ones it spins."""
     return stream.record_event(torch.cuda.Event(blocking=True))
+
+
+def record_own_work(device: torch.device) -> Any:
+    """Record an event that comes once a CUDA device has done what this thread has given it so far.
+
+    None for other devices, which are done when a call returns.
+    """
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device).record_event()
+
+
+def finish_own_work(device: torch.device) -> None:
+    """Wait until a CUDA device has done what this thread has given it so far."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

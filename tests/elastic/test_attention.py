@@ -96,7 +96,7 @@ def test_accelerators_get_what_a_fused_kernel_of_theirs_takes(
 
 @pytest.mark.parametrize(
     ("device", "deterministic", "fused"),
-    [("cpu", True, True), ("cuda", False, True), ("cuda", True, False)],
+    [("cpu", True, True), ("cuda:0", False, True), ("cuda:0", True, False)],
 )
 def test_deterministic_training_uses_no_kernel_that_sums_in_any_order(
     device: str, deterministic: bool, fused: bool

@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from resihp._devices import use_device
+from resihp._devices import record_own_work, use_device
 from resihp._shutdown import torch_lock
 from resihp.contracts import PeerLostError
 
@@ -104,8 +106,14 @@ class ProcessGroupFactory:
         other.waited = WaitClock()
         return other
 
-    def wait(self, work: dist.Work, ranks: Sequence[int]) -> None:
-        """Wait until `work` is done. Raises `PeerLostError` if a peer is lost, or too slow."""
+    def wait(self, work: dist.Work, ranks: Sequence[int], own: Any = None) -> None:
+        """Wait until `work` is done. Raises `PeerLostError` if a peer is lost, or too slow.
+
+        own  event of the device before which `work` cannot begin: until then nobody else is waited
+             for, and the time is that of this rank's own kernels
+        """
+        if own is not None:
+            own.synchronize()
         start, waited_s = time.perf_counter(), 0.0
         with self.waited.blocked():
             while not self._is_done(work, ranks):
@@ -143,7 +151,7 @@ class AbortableProcessGroup:
     ) -> None:
         self.ranks = ranks
         self._factory, self._backend = factory, backend
-        self._started: list[dist.Work] = []
+        self._started: list[_Started] = []
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -214,8 +222,9 @@ class AbortableProcessGroup:
 
     def wait(self, work: dist.Work) -> None:
         """Wait until `work` is done. Raises `PeerLostError` if a peer is lost."""
-        self._factory.wait(work, self.ranks)
-        self._started = [other for other in self._started if other is not work]
+        own = next((one.own for one in self._started if one.work is work), None)
+        self._factory.wait(work, self.ranks, own)
+        self._started = [one for one in self._started if one.work is not work]
 
     def check_aborted(self) -> None:
         """Raises `PeerLostError` like `wait`, without waiting: for use inside long work."""
@@ -224,7 +233,7 @@ class AbortableProcessGroup:
     @property
     def is_idle(self) -> bool:
         """True when no collective is in progress, aborted ones included."""
-        return all(work.is_completed() for work in self._started)
+        return all(one.work.is_completed() for one in self._started)
 
     def abort(self) -> None:
         """Abort this group and all others of its generation; see `ProcessGroupFactory.abort`."""
@@ -240,13 +249,22 @@ class AbortableProcessGroup:
         del self._backend, self._factory
 
     def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work]) -> dist.Work:
+        own = record_own_work(self.device)
         try:
             work = collective(self._backend)
         except dist.DistBackendError as error:
             raise _lost(self.ranks, error) from error
-        self._started = [other for other in self._started if not other.is_completed()]
-        self._started.append(work)
+        self._started = [one for one in self._started if not one.work.is_completed()]
+        self._started.append(_Started(work, own))
         return work
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A collective, and the event of this rank's device before which it cannot begin."""
+
+    work: dist.Work
+    own: Any
 
 
 def _lost(ranks: Sequence[int], error: Exception) -> PeerLostError:

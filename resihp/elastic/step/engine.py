@@ -90,7 +90,7 @@ class Engine:
         rest: StepRemainder | None = None,
     ) -> None:
         self.setup, self.groups, self.shard, self.plan = setup, groups, shard, plan
-        self._telemetry = PassRecorder(setup.record, waited)
+        self._telemetry = PassRecorder(setup.record, waited, groups.device)
         check_schedule(plan)
         self._passes = StageRunner(
             setup.model,
@@ -224,6 +224,7 @@ class Engine:
             kernels = self.setup.attention_kernels()
             with self._adding(item, packed.index, is_last=sends_ahead), kernels:
                 outgoing = self._passes.run(item, packed, loss_weight)
+            timing.finish()  # what is sent next is stamped, and its receiver waits from then on
             if item.op is Op.FORWARD and self.groups.target(item.chunk) is None:
                 self._losses[packed.index] = outgoing.item() * loss_weight
             if item is last_of[item.microbatch]:

@@ -7,22 +7,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
+from resihp._devices import finish_own_work
 from resihp.contracts import Op
 
 from ..models import Packed
 from ..process_groups.abortable import WaitClock
+from ..process_groups.communicators import CPU
 from .setup import Recorder, TransferRecorder
 
 
 class PassRecorder:
     """Times pieces of work and records them; `waited` measures the time blocked on other ranks."""
 
-    def __init__(self, record: Recorder, waited: WaitClock) -> None:
-        self._record_one, self._waited = record, waited
+    def __init__(self, record: Recorder, waited: WaitClock, device: torch.device = CPU) -> None:
+        self._record_one, self._waited, self._device = record, waited, device
 
     def start(self) -> Timing:
         """Start timing a piece of work."""
-        return Timing(self._waited)
+        return Timing(self._waited, self._device)
 
     def record(self, op: Op, step: int, timing: Timing) -> None:
         """Record work of the whole step: data, gradient sums, update."""
@@ -84,12 +88,20 @@ class TransferStamps:
 
 
 class Timing:
-    """Time since construction, split into own time and waiting; `earlier` is added."""
+    """Time since construction, split into own time and waiting; `earlier` is added.
 
-    def __init__(self, waited: WaitClock) -> None:
+    The device has done all earlier work then, which its own timing has waited for.
+    """
+
+    def __init__(self, waited: WaitClock, device: torch.device) -> None:
         self.earlier = (0.0, 0.0)
         self._waited, self._waited_before = waited, waited.seconds
+        self._device = device
         self._start = time.perf_counter()
+
+    def finish(self) -> None:
+        """Wait until the device has computed, too, what has been timed so far."""
+        finish_own_work(self._device)
 
     @property
     def compute_s(self) -> float:
@@ -98,6 +110,7 @@ class Timing:
 
     def stop_ms(self) -> tuple[float, float]:
         """Return own time and waiting so far, in milliseconds, `earlier` included."""
+        self.finish()
         waited_s = self._waited.seconds - self._waited_before
         compute_ms = max(self.compute_s, 0.0) * 1e3
         return self.earlier[0] + compute_ms, self.earlier[1] + waited_s * 1e3
