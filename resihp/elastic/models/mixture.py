@@ -1,6 +1,7 @@
 """A Llama whose feed-forward networks are mixtures of experts with top-k routing.
 
-Shapes as in `llama`, and E experts, F columns of every expert held here.
+Shapes as in `llama`, and E experts, F columns of every expert held here, K experts of a token,
+S = T K pairs of a token and an expert.
 
 Tensor parallelism shards the columns of every expert, not the list of experts: the work of a rank
 is then proportional to its share for any routing. With whole experts a healthy rank would look slow
@@ -10,6 +11,8 @@ whenever its experts are popular, and shares would be multiples of one expert.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -90,14 +93,71 @@ class MixtureLayer(DecoderLayer):
         """Route each token to its `top_k` experts, weighted by a softmax over their scores."""
         scores_TK, chosen_TK = functional.linear(x_TD, self.router).float().topk(self.top_k)
         gates_TK = copy_to_tp_region(scores_TK.softmax(dim=-1), self.group)
-        x_TD = copy_to_tp_region(x_TD, self.group)
-        out_TD = torch.zeros_like(x_TD)
+        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
+        routing = _Routing.of(chosen_TK, self.experts)
         weights = zip(self.w_gate.unbind(), self.w_up.unbind(), self.w_down.unbind(), strict=True)
-        for expert, (gate_FD, up_FD, down_DF) in enumerate(weights):
-            token, rank = (chosen_TK == expert).nonzero(as_tuple=True)
-            picked = x_TD[token]
+        outputs = []
+        for picked, (gate_FD, up_FD, down_DF) in zip(routing.by_expert(x_TD), weights, strict=True):
             h = functional.silu(functional.linear(picked, gate_FD))
-            y = functional.linear(h * functional.linear(picked, up_FD), down_DF)
-            gated = (y * gates_TK[token, rank].unsqueeze(-1)).to(out_TD.dtype)
-            out_TD = out_TD.index_add(0, token, gated)
-        return reduce_from_tp_region(out_TD, self.group)
+            outputs.append(functional.linear(h * functional.linear(picked, up_FD), down_DF))
+        out_TKD = routing.by_token(torch.cat(outputs))
+        out_TD = (out_TKD * gates_TK.unsqueeze(-1)).sum(dim=1)
+        return reduce_from_tp_region(out_TD, self.group, in_place=True)
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """Order of the T K pairs of a token and one of its experts, by expert and then by token.
+
+    order   [S] pair at each place of that order; pairs are counted by token
+    places  [T, K] place of each pair
+    counts  pairs of each expert
+    """
+
+    order: torch.Tensor
+    places: torch.Tensor
+    counts: list[int]
+
+    @classmethod
+    def of(cls, chosen_TK: torch.Tensor, experts: int) -> _Routing:
+        """Sort the chosen experts; the counts are all that the host waits for."""
+        sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
+        all_experts = torch.arange(experts, device=sorted_S.device)
+        ends = torch.searchsorted(sorted_S, all_experts, right=True)
+        along_S = torch.arange(len(order_S), device=order_S.device)
+        places_TK = torch.empty_like(order_S).scatter_(0, order_S, along_S).view_as(chosen_TK)
+        return cls(order_S, places_TK, ends.diff(prepend=ends.new_zeros(1)).tolist())
+
+    def by_expert(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tokens of each expert."""
+        tokens_S = self.order // self.places.shape[1]
+        x_SD = _rows(x_TD, tokens_S, self.places)
+        return torch.split(x_SD, self.counts)
+
+    def by_token(self, y_SD: torch.Tensor) -> torch.Tensor:
+        """Return what the K experts of each token gave, [T, K, D]."""
+        y_SD = _rows(y_SD, self.places.flatten(), self.order)
+        return y_SD.view(*self.places.shape, -1)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a matrix, whose backward pass gathers as well: a scatter on an accelerator adds up
+    what meets in one row in any order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        gathered = grad.index_select(0, places.flatten()).view(*places.shape, -1)
+        return gathered.sum(dim=1) if places.dim() == 2 else gathered, None, None
+
+
+def _rows(x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return `x[rows]`; `places` says where each row of `x` went, or the K places of each."""
+    return cast(torch.Tensor, _Rows.apply(x, rows, places))  # type: ignore[no-untyped-call]
