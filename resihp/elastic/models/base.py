@@ -103,3 +103,10 @@ class Model(Protocol):
     def flops(self, part: Part, ranges: Mapping[str, Range], packed: Packed) -> float:
         """Return the floating-point operations of one forward pass through a part."""
         ...
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on `device`; the host does not wait for its copy to CUDA."""
+    if tensor.device.type != "cpu" or device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -14,6 +14,8 @@ import torch
 
 from resihp.contracts import ContractError
 
+from .base import on_device
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
@@ -143,16 +145,19 @@ def rotate(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def rotary(
     rope: Rope, seq_lens: tuple[int, ...], head_dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scaled cosine and sine [T, 1, H/2]; positions restart with each document."""
-    angles = torch.cat(
-        [
-            torch.outer(
-                torch.arange(length, device=device, dtype=torch.float32),
-                _cached_frequencies(rope, head_dim, length).to(device),
-            )
-            for length in seq_lens
-        ]
-    ).unsqueeze(1)
+    """Return scaled cosine and sine [T, 1, H/2]; positions restart with each document.
+
+    Lengths and frequencies of all documents cross to the device in one copy.
+    """
+    lengths = torch.tensor(seq_lens).unsqueeze(1)
+    frequencies = torch.stack([_cached_frequencies(rope, head_dim, n) for n in seq_lens])
+    documents = on_device(torch.cat((lengths, frequencies), dim=1), device)
+    lengths, frequencies = documents[:, 0].long(), documents[:, 1:]
+    tokens = sum(seq_lens)
+    document = torch.repeat_interleave(lengths, output_size=tokens)  # else the host waits for it
+    starts = lengths.cumsum(dim=0) - lengths
+    positions = torch.arange(tokens, device=device) - starts[document]
+    angles = (positions.unsqueeze(1) * frequencies[document]).unsqueeze(1)
     return angles.cos() * rope.scale, angles.sin() * rope.scale
 
 
