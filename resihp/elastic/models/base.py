@@ -62,7 +62,9 @@ class Packed:
         """Return the microbatch with its tensors on `device`; itself if they are there."""
         if self.tokens.device == self.targets.device == device:
             return self
-        return replace(self, tokens=self.tokens.to(device), targets=self.targets.to(device))
+        return replace(
+            self, tokens=on_device(self.tokens, device), targets=on_device(self.targets, device)
+        )
 
     @property
     def sum_sq_len(self) -> int:

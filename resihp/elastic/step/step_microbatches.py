@@ -125,6 +125,8 @@ class StepMicrobatches:
 
     def _largest(self, *values: int) -> list[int]:
         """Return the largest of each value over the ranks of the stage."""
+        if len(self._groups.tp) == 1:
+            return list(values)
         told = torch.tensor(values, device=self._groups.device)
         largest: list[int] = self._groups.tp.all_reduce_max(told).tolist()
         return largest
