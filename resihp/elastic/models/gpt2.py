@@ -20,7 +20,7 @@ from .base import Packed, Part
 from .decoder import Decoder, attend, empty, positions, width
 from .randomness import Dropout
 from .recomputation import attention_core
-from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
+from .tensor_parallel import copy_to_tp_region, in_matmul_precision, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
 
 
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document; the output's bias counts once in the group."""
-        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
+        x_TD = in_matmul_precision(copy_to_tp_region(x_TD, self.group, in_place=True))
         q_TNH, k_TNH, v_TNH = (
             functional.linear(x_TD, weight, bias).unflatten(-1, (-1, self.head_dim))
             for weight, bias in ((self.wq, self.bq), (self.wk, self.bk), (self.wv, self.bv))

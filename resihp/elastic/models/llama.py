@@ -23,7 +23,7 @@ from .base import Packed, Part
 from .decoder import Decoder, Entry, attend, attended_pairs, empty, width
 from .recomputation import attention_core
 from .rope import Rope, rotary, rotate
-from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
+from .tensor_parallel import copy_to_tp_region, in_matmul_precision, reduce_from_tp_region
 from .vocabulary import VocabularyEmbedding, VocabularyHead
 
 
@@ -167,7 +167,7 @@ class DecoderLayer(nn.Module):
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document; the output's bias counts once in the group."""
-        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
+        x_TD = in_matmul_precision(copy_to_tp_region(x_TD, self.group, in_place=True))
         cos, sin = rotary(self.rope, packed.seq_lens, self.head_dim, x_TD.device)
         q_TNH, k_TKH, v_TKH = (
             functional.linear(x_TD, weight, bias).unflatten(-1, (-1, self.head_dim))
@@ -181,7 +181,7 @@ class DecoderLayer(nn.Module):
 
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
         """SwiGLU."""
-        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
+        x_TD = in_matmul_precision(copy_to_tp_region(x_TD, self.group, in_place=True))
         h_TF = functional.silu(functional.linear(x_TD, self.w_gate))
         h_TF = h_TF * functional.linear(x_TD, self.w_up)
         return reduce_from_tp_region(

@@ -25,7 +25,7 @@ from ..process_groups.abortable import AbortableProcessGroup
 from .decoder import Entry, empty, width
 from .llama import DecoderLayer, Llama
 from .rope import Rope
-from .tensor_parallel import copy_to_tp_region, reduce_from_tp_region
+from .tensor_parallel import copy_to_tp_region, in_matmul_precision, reduce_from_tp_region
 
 
 class Mixture(Llama):
@@ -93,7 +93,7 @@ class MixtureLayer(DecoderLayer):
         """Route each token to its `top_k` experts, weighted by a softmax over their scores."""
         scores_TK, chosen_TK = functional.linear(x_TD, self.router).float().topk(self.top_k)
         gates_TK = copy_to_tp_region(scores_TK.softmax(dim=-1), self.group)
-        x_TD = copy_to_tp_region(x_TD, self.group, in_place=True)
+        x_TD = in_matmul_precision(copy_to_tp_region(x_TD, self.group, in_place=True))
         routing = _Routing.of(chosen_TK, self.experts)
         weights = zip(self.w_gate.unbind(), self.w_up.unbind(), self.w_down.unbind(), strict=True)
         outputs = []

@@ -1,4 +1,5 @@
-"""Conjugate operators of tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3)."""
+"""Conjugate operators of tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3), and the
+precision inside the region between them."""
 
 from __future__ import annotations
 
@@ -51,6 +52,17 @@ def copy_to_tp_region(
     if len(group) == 1:
         return tensor
     return cast(torch.Tensor, _Enter.apply(tensor, group, in_place))  # type: ignore[no-untyped-call]
+
+
+def in_matmul_precision(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in autocast's precision: several matrix products then share one copy.
+
+    Behind `copy_to_tp_region`, so that ranks sum its gradient in the precision that it had.
+    """
+    device = tensor.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return tensor.to(torch.get_autocast_dtype(device))
+    return tensor
 
 
 def reduce_from_tp_region(
