@@ -218,7 +218,7 @@ class _Server:
                     os.kill(pid, message["signal"])
         if "preload" in message:
             command = Command(**message["preload"])
-            sys.path[0] = _folder_of(command)
+            sys.argv, sys.path[0] = [command.target, *command.arguments], _folder_of(command)
             self._to_import = top_level_imports(command)
         return None
 

@@ -1,7 +1,11 @@
 """Imports of a script's modules before the ranks are forked.
 
-A module is imported first in a child, and in the process that forks only if the import there began
-no thread, opened no accelerator, and read no variable that differs between ranks.
+A module is imported first in a child, and in the process that forks only if the import there left
+what a rank would find anew if it imported the module itself: threads, accelerators, descriptors,
+generators of random numbers and the process's settings as they were, and no variable read that
+differs between ranks. The user's own modules, those that are not installed with Python, may also
+not ask for all variables, identity, entropy or the time. Libraries do so for what tells no ranks
+apart, as lock files and time stamps of their logs.
 """
 
 from __future__ import annotations
@@ -9,15 +13,37 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import random
+import signal
+import sys
+import sysconfig
 import threading
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from .options import Command
 
-_OF_A_RANK = ("RANK", "LOCAL_", "WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-_ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
+_OF_A_RANK = (
+    *("RANK", "LOCAL_", "WORLD_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "RESIHP_"),
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+)
+_OF_A_PROCESS = (
+    *((os, name) for name in ("getpid", "getppid", "urandom")),
+    *((time, name) for name in ("time", "time_ns", "monotonic", "perf_counter")),
+    (random, "_urandom"),  # `secrets` and numpy's generators draw from it
+    (uuid, "uuid1"),
+)
+_LIBRARIES = (
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")),
+    Path(__file__).parents[1],
+)
+_FOLDERS_OF_LIBRARIES = {"site-packages", "dist-packages"}
 
 
 def top_level_imports(command: Command) -> list[str]:
@@ -42,23 +68,89 @@ def top_level_imports(command: Command) -> list[str]:
 
 def can_be_preloaded(name: str) -> bool:
     """Import a module in this process; whether processes may be forked that have imported it."""
-    read: list[str] = []
-    kind = type(os.environ)
-    before = kind.__getitem__
-
-    def watched(environ: os._Environ[str], key: str) -> str:
-        if key.startswith(_OF_A_RANK):
-            read.append(key)
-        return before(environ, key)
-
-    kind.__getitem__ = watched  # type: ignore[method-assign]
-    threads = _native_threads()
+    found = _watched_calls()
+    threads, state = _native_threads(), _state()
     try:
         with _silence():
             importlib.import_module(name)
     except BaseException:  # noqa: BLE001 - a module may do anything when it is imported
         return False
-    return not read and _native_threads() <= threads and not _has_opened_an_accelerator()
+    return not found and _native_threads() <= threads and _state() == state
+
+
+def _watched_calls() -> list[str]:
+    """Watch from now on what makes a module's content that of one process; returns what it did."""
+    found: list[str] = []
+    kind = type(os.environ)
+
+    def of_a_rank(key: Any) -> None:
+        if isinstance(key, str | bytes) and os.fsdecode(key).startswith(_OF_A_RANK):
+            found.append(os.fsdecode(key))
+
+    def of_the_user(name: str) -> None:
+        if _is_users_import(sys._getframe(2)):
+            found.append(name)
+
+    def of_a_generator(_: random.Random, a: object = None, version: int = 2) -> None:
+        if a is None:
+            of_the_user("Random")
+
+    _watch(kind, "__getitem__", lambda _, key: of_a_rank(key))
+    _watch(kind, "__setitem__", lambda _, key, value: of_a_rank(key))
+    _watch(kind, "__iter__", lambda _: of_the_user("environ"))
+    for module, name in _OF_A_PROCESS:
+        _watch(module, name, lambda *_, called=name, **__: of_the_user(called))
+    for name in random.__all__:
+        if getattr(getattr(random, name), "__self__", None) is random._inst:
+            _watch(random, name, lambda *_, called=name, **__: of_the_user(called))
+    for name in ("seed", "setstate"):  # by anyone: each rank is seeded anew
+        _watch(random, name, lambda *_, called=name, **__: found.append(called))
+    _watch(random.Random, "seed", of_a_generator)
+    return found
+
+
+def _watch(owner: Any, name: str, note: Callable[..., None]) -> None:
+    before = getattr(owner, name)
+
+    @wraps(before)
+    def watched(*arguments: Any, **named: Any) -> Any:
+        note(*arguments, **named)
+        return before(*arguments, **named)
+
+    setattr(owner, name, watched)
+
+
+def _is_users_import(frame: FrameType | None) -> bool:
+    """True if the module that is being imported in this frame is not an installed one."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<frozen importlib"):  # an extension module has no frame
+            return False
+        if code.co_name == "<module>" and not code.co_filename.startswith("<"):
+            path = Path(code.co_filename)
+            is_installed = not _FOLDERS_OF_LIBRARIES.isdisjoint(path.parts)
+            return not is_installed and not any(map(path.is_relative_to, _LIBRARIES))
+        frame = frame.f_back
+    return False
+
+
+def _state() -> dict[str, Any]:
+    """Settings of this process, which an import would change once and not again in each rank."""
+    umask = os.umask(0o77)
+    os.umask(umask)
+    generators: dict[str, Any] = {}
+    if "numpy" in sys.modules:
+        generators["numpy"] = repr(sys.modules["numpy"].random.get_state(legacy=False))
+    if "torch" in sys.modules:
+        generators["torch"] = sys.modules["torch"].get_rng_state().tolist()
+    return {
+        **generators,
+        "folder": os.getcwd(),
+        "umask": umask,
+        "path": sys.path[0],  # a rank sets it again
+        "signals": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        "descriptors": _descriptors(),
+    }
 
 
 def preload(name: str) -> None:
@@ -89,10 +181,11 @@ def _native_threads() -> int:
     return threading.active_count()
 
 
-def _has_opened_an_accelerator() -> bool:
+def _descriptors() -> dict[str, str]:
+    """Files that this process has open: ranks would share their positions, and accelerators."""
+    found: dict[str, str] = {}
     with suppress(OSError):
         for entry in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{entry}").startswith(_ACCELERATORS):
-                    return True
-    return False
+            with suppress(OSError):  # that of the folder itself
+                found[entry] = os.readlink(f"/proc/self/fd/{entry}")
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from resihp.launch.fork_server import Ended, ForkServer, Started
@@ -152,6 +154,9 @@ def test_what_a_script_has_started_is_killed_with_it(ranks: Ranks) -> None:
 MODULES = {
     "quiet": "print('imported')\n",
     "reads_its_rank": "import os\nRANK = int(os.environ.get('RANK', -1))\n",
+    "copies_variables": "import os\nRANK = int(dict(os.environ).get('RANK', -1))\n",
+    "seeds": "import random\nimport numpy\nrandom.seed(1234)\nnumpy.random.seed(1234)\n",
+    "reads_its_command": "import sys\nOPTIONS = sys.argv[1:]\n",
     "starts_a_thread": (
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
@@ -213,9 +218,18 @@ def test_modules_are_imported_before_the_fork_where_that_changes_nothing(tmp_pat
         while "last" not in known:
             assert time.monotonic() < deadline, ranks.logs()
             known = ranks.run(seen)[1]["known"]
-        assert known == ["quiet", "last"]
-        _, told = ranks.run(ranks.script("import reads_its_rank as r; tell(rank=r.RANK)"), RANK="2")
-        assert told == {"rank": 2}
+        assert known == ["quiet", "reads_its_command", "last"]
+        for name in ("reads_its_rank", "copies_variables"):
+            _, told = ranks.run(ranks.script(f"import {name} as r; tell(rank=r.RANK)"), RANK="2")
+            assert told == {"rank": 2}
+        _, told = ranks.run(
+            ranks.script(
+                "import random, numpy, seeds, reads_its_command as r\n"
+                "tell(drawn=[random.random(), float(numpy.random.rand())], options=r.OPTIONS)"
+            )
+        )
+        drawn = [random.Random(1234).random(), float(np.random.RandomState(1234).rand())]
+        assert told == {"drawn": drawn, "options": ["a", "--b"]}
     finally:
         ranks.server.close()
 
