@@ -12,15 +12,12 @@ SHORT_ATTEMPT_S = 600.0
 """An attempt that ran for longer is taken for progress where no step is known."""
 _NO_LATER = 1.5
 _START_S = 30.0
-_DEVICE_WORDS = (
-    "cuda error",
-    "uncorrectable ecc",
-    "nccl error",
-    "ncclsystemerror",
-    "ncclinternalerror",
-    "cudnn_status_execution_failed",
-    "xid",
+_DEVICE_WORDS = re.compile(
+    r"\b(?:cuda error|uncorrectable ecc|nccl error|ncclsystemerror|ncclinternalerror"
+    r"|cudnn_status_execution_failed|nvrm: xid|xid[ :=]+\d{1,3})\b",
+    re.IGNORECASE,
 )
+"""Errors of CUDA, NCCL and cuDNN, and the driver's Xid, whose codes have three digits at most."""
 _SCRIPT_WORDS = (
     "cuda error: device-side assert",
     "cuda error: out of memory",
@@ -66,8 +63,8 @@ class Failure:
     @property
     def is_of_device(self) -> bool:
         """True if the words of the error are those of a broken accelerator or network card."""
-        is_device = self._says(_DEVICE_WORDS) and not self._says(_SCRIPT_WORDS)
-        return is_device and not self.is_of_lost_peer
+        is_device = self._has_raised and _DEVICE_WORDS.search(self.message) is not None
+        return is_device and not self._says(_SCRIPT_WORDS) and not self.is_of_lost_peer
 
     @property
     def is_of_lost_peer(self) -> bool:

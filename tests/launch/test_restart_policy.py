@@ -41,6 +41,24 @@ def test_an_error_of_the_device_is_not_the_scripts() -> None:
     assert not decide([device] * ATTEMPTS_WITHOUT_PROGRESS).restarts
 
 
+@pytest.mark.parametrize(
+    ("message", "is_of_device"),
+    [
+        ("RuntimeError: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", True),
+        ("RuntimeError: the driver reports Xid 79", True),
+        ("RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1, ncclSystemError", True),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
+        ("KeyError: 'taxid'", False),
+        ("KeyError: 'taxid 79'", False),
+        ("KeyError: 'xid'", False),
+        ("ValueError: transaction xid=184467440", False),
+        ("ValueError: no such table: accuda errors", False),
+    ],
+)
+def test_the_words_of_a_broken_device_are_whole_words(message: str, is_of_device: bool) -> None:
+    assert failed(1, message, 6).is_of_device == is_of_device
+
+
 AFTER_AN_ASSERT = """\
 /pytorch/aten/src/ATen/native/cuda/IndexKernel.cu:111: Assertion `index < sizes[i]` failed.
 [rank1]: Traceback (most recent call last):
