@@ -160,6 +160,7 @@ class _Server:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
+        self._folder = os.getcwd()
         self._keys: dict[int, str] = {}
         self._programs: set[int] = set()
         self._to_import: list[str] = []
@@ -264,6 +265,7 @@ class _Server:
                 (_, name), self._trial = self._trial, None
                 if status == 0:
                     preload(name)
+                    os.chdir(self._folder)  # that of the ranks, and of a script's relative path
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the launcher is gone, which `serve` notices

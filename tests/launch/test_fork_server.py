@@ -234,6 +234,32 @@ def test_modules_are_imported_before_the_fork_where_that_changes_nothing(tmp_pat
         ranks.server.close()
 
 
+def test_a_rank_begins_in_the_launchers_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module may change the working directory in the second import only, as this one does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moves.py").write_text(
+        "import os\nfrom pathlib import Path\n"
+        "if Path('tried').exists():\n    os.chdir('/')\nelse:\n    Path('tried').touch()\n"
+    )
+    ranks = Ranks(tmp_path)
+    try:
+        command = ranks.script("import sys\ntell(known='moves' in sys.modules, here=os.getcwd())")
+        ranks.script("import moves\n", "moving.py")
+        ranks.server.preload(Command("moving.py", "script"))
+        known = False
+        deadline = time.monotonic() + LIMIT_S
+        while not known:
+            assert time.monotonic() < deadline, ranks.logs()
+            status, told = ranks.run(replace(command, target="script.py"))
+            assert status == 0, ranks.logs()
+            assert told["here"] == str(tmp_path)
+            known = told["known"]
+    finally:
+        ranks.server.close()
+
+
 def test_imports_of_a_script(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
