@@ -63,7 +63,7 @@ class ForkServer:
         with theirs:
             self._process = start_python(theirs.fileno(), environment)
         self._socket = ours
-        self._alive: set[str] = set()
+        self._alive: dict[str, int | None] = {}  # a pid once it is known
 
     def fileno(self) -> int:
         """Descriptor to wait on."""
@@ -76,7 +76,7 @@ class ForkServer:
 
         variables  added to the environment that the server was started with
         """
-        self._alive.add(key)
+        self._alive[key] = None
         self._send(
             {"start": key, "command": asdict(command), "variables": dict(variables)}, streams
         )
@@ -95,7 +95,8 @@ class ForkServer:
         self._send({"preload": asdict(command)})
 
     def events(self) -> list[Started | Ended]:
-        """Take what has happened; if the server died, all its processes have ended by SIGKILL."""
+        """Take what has happened; if the server died, all its processes have ended by SIGKILL,
+        and what they have started is killed here."""
         found: list[Started | Ended] = []
         while True:
             try:
@@ -105,14 +106,16 @@ class ForkServer:
             except OSError:
                 message = b""
             if not message:
+                self._kill_groups()
                 found += [Ended(key, -signal.SIGKILL) for key in sorted(self._alive)]
                 self._alive.clear()
                 return found
             told = json.loads(message)
             if "pid" in told:
+                self._alive[told["key"]] = told["pid"]
                 found.append(Started(told["key"], told["pid"]))
             else:
-                self._alive.discard(told["key"])
+                del self._alive[told["key"]]
                 found.append(Ended(told["key"], told["status"]))
 
     @property
@@ -128,6 +131,14 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # it imports a module of the script
             self._process.kill()
             self._process.wait()
+            self._kill_groups()
+
+    def _kill_groups(self) -> None:
+        """Kill what the processes of a lost server have started; they themselves end with it."""
+        for pid in self._alive.values():
+            if pid is not None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Send a message as a file: a command line is longer than what a socket takes at once."""
@@ -250,13 +261,18 @@ class _Server:
             end.close()
 
     def _reap(self) -> None:
+        """Take the ends of children; what a failed one has started is killed before it is told."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            pid = ended.si_pid
+            if ended.si_status and pid in self._keys:
+                _signal_group(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
             key = self._keys.pop(pid, None)
             self._programs.discard(pid)
             if key is not None:

@@ -151,6 +151,45 @@ def test_what_a_script_has_started_is_killed_with_it(ranks: Ranks) -> None:
         time.sleep(0.02)
 
 
+STARTS_ANOTHER = (
+    "import subprocess, time\n"
+    "child = subprocess.Popen(['sleep', '1000'])\n"
+    "tell(child=child.pid, server=os.getppid())\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("raise RuntimeError", 1), ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM)],
+)
+def test_what_a_failed_script_has_started_has_been_killed_when_its_end_is_told(
+    ranks: Ranks, end: str, status: int
+) -> None:
+    ended, told = ranks.run(ranks.script(f"import signal\n{STARTS_ANOTHER}{end}\n"))
+    assert ended == status, ranks.logs()
+    until(lambda: not is_running(told["child"]))
+
+
+def test_what_a_completed_script_has_started_goes_on(ranks: Ranks) -> None:
+    ended, told = ranks.run(ranks.script(STARTS_ANOTHER))
+    assert ended == 0, ranks.logs()
+    assert is_running(told["child"])
+    os.kill(told["child"], signal.SIGKILL)
+
+
+def test_what_ranks_have_started_is_killed_when_their_server_is_lost(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    try:
+        key, path = ranks.start(ranks.script(f"{STARTS_ANOTHER}time.sleep(1000)\n"))
+        until(lambda: path.exists() and path.read_text() != "")
+        told = json.loads(path.read_text())
+        os.kill(told["server"], signal.SIGKILL)
+        assert ranks.wait_for(Ended, key).status == -signal.SIGKILL
+        until(lambda: not is_running(told["child"]))
+    finally:
+        ranks.server.close()
+
+
 MODULES = {
     "quiet": "print('imported')\n",
     "reads_its_rank": "import os\nRANK = int(os.environ.get('RANK', -1))\n",
