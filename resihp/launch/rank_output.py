@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +20,8 @@ _LAST_LINES = 60
 _LONGEST_LINE = 1 << 14
 """Bytes from which on a line is passed on in parts, of which the last one is kept."""
 _READ_BYTES = 1 << 16
+_MOST_HELD = 6 * _READ_BYTES
+"""Bytes that two pipes, a read of each and their lines that are not whole hold at most."""
 _NAMES = {1: "stdout", 2: "stderr"}
 
 
@@ -35,7 +37,8 @@ class RankOutput:
     def __init__(self, output: Output, *, rank: int, local_rank: int, attempt: int) -> None:
         self._lines: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._opened: list[int] = []
-        self._readers: list[threading.Thread] = []
+        self._readers: dict[int, threading.Thread] = {}
+        self._taken, self._passed = {1: 0, 2: 0}, {1: 0, 2: 0}  # bytes, before and after a write
         self.descriptors: list[int] = []
         for stream in (1, 2):
             file = _file(output, stream, local_rank, attempt)
@@ -52,7 +55,7 @@ class RankOutput:
                 target=self._pass_on, args=targets, name=f"resihp-{_NAMES[stream]}", daemon=True
             )
             reader.start()
-            self._readers.append(reader)
+            self._readers[stream] = reader
 
     def started(self) -> None:
         """Close the rank's ends of the pipes here: it has them, or never will."""
@@ -62,8 +65,18 @@ class RankOutput:
 
     def pass_on_rest(self, until_s: float) -> None:
         """Wait until all that a rank which has ended wrote is passed on, or a monotonic time."""
-        for reader in self._readers:
+        for reader in self._readers.values():
             reader.join(max(0.0, until_s - time.monotonic()))
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all processes that held the pipes have ended, and their output is passed on."""
+        return not any(reader.is_alive() for reader in self._readers.values())
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that were read, and those of them that were passed on."""
+        return sum(self._taken.values()), sum(self._passed.values())
 
     def last_lines(self) -> str:
         """The end of the rank's stderr."""
@@ -75,6 +88,7 @@ class RankOutput:
     ) -> None:
         shown = (sys.stdout if stream == 1 else sys.stderr).buffer
         for line in _lines(read):
+            self._taken[stream] += len(line)
             if stream == 2:
                 self._keep(line)
             with suppress(OSError, ValueError):  # a full disk or a closed terminal
@@ -85,6 +99,7 @@ class RankOutput:
                 if is_shown:
                     shown.write(prefix + line)
                     shown.flush()
+            self._passed[stream] += len(line)
         os.close(read)
         if file is not None:
             with suppress(OSError):
@@ -95,6 +110,27 @@ class RankOutput:
         if self._lines and not self._lines[-1].endswith(b"\n"):
             self._lines.pop()
         self._lines.append(line)
+
+
+def pass_on_all(outputs: Iterable[RankOutput]) -> None:
+    """Wait until all that ranks which have ended wrote is passed on, however slowly it is taken.
+
+    A child of a rank may keep its pipe open for ever: what it writes is not waited for.
+    """
+    most = {output: output.progress[1] + _MOST_HELD for output in outputs}
+    seen: dict[RankOutput, tuple[int, int]] = {}
+    while True:
+        until_s = time.monotonic() + PATIENCE_S
+        for output in most:
+            output.pass_on_rest(until_s)
+        left = {
+            output: output.progress
+            for output, limit in most.items()
+            if not output.is_complete and output.progress[1] < limit
+        }
+        if left == seen and all(taken == passed for taken, passed in left.values()):
+            return
+        seen = left
 
 
 def _lines(read: int) -> Iterator[bytes]:

@@ -24,7 +24,7 @@ from .node_memory_folder import NodeMemoryFolder
 from .nodes import Nodes
 from .options import Options
 from .rank_environment import RankEnvironment
-from .rank_output import PATIENCE_S, RankOutput
+from .rank_output import RankOutput, pass_on_all
 from .restart_plans import poller_of
 from .restart_policy import Failure, error_line
 
@@ -354,7 +354,8 @@ class Supervisor:
         return self._report_failure() if is_by_failure else end.status
 
     def _own_status(self) -> int:
-        """Exit status by the ranks of the last attempt."""
+        """Exit status by the ranks of the last attempt, once all that they wrote is passed on."""
+        self._pass_on_output()
         if self._has_left:
             _log.error("%s: the ranks have ended", self._notice.why)
             return self._notice.status
@@ -362,15 +363,16 @@ class Supervisor:
             return self._report_failure()
         return 0 if self._has_completed() or not self._ranks else 1
 
+    def _pass_on_output(self) -> None:
+        pass_on_all(rank.output for rank in self._ranks.values())
+
     def _report_failure(self) -> int:
         """Repeat the last lines of the rank that failed first, after what all others have written;
         returns its status."""
         rank = self._failed
         if rank is None or rank.status is None:
             return 1
-        until_s = time.monotonic() + PATIENCE_S
-        for each in self._ranks.values():
-            each.output.pass_on_rest(until_s)
+        self._pass_on_output()
         _log.error(
             "rank %d failed with status %d:\n%s", rank.rank, rank.status, rank.output.last_lines()
         )

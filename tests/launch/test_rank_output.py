@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from resihp.launch.options import Output
-from resihp.launch.rank_output import RankOutput
+from resihp.launch.rank_output import RankOutput, pass_on_all
+from tests.launch.launcher_process import LauncherProcess
 
 LIMIT_S = 60.0
 
@@ -33,7 +36,7 @@ class Rank:
 
     def last_lines(self) -> str:
         os.close(self._stderr)
-        self._until(lambda: not any(reader.is_alive() for reader in self._output._readers))
+        self._until(lambda: self._output.is_complete)
         self._terminal.close()
         return self._output.last_lines()
 
@@ -74,3 +77,60 @@ def test_lines_of_ranks_that_are_written_to_files_have_their_names(
     rank.until_shown(b"[rank3]: one\n")
     assert rank.last_lines() == "one\ntwo"
     assert (tmp_path / "logs" / "attempt_0" / "0" / "stderr.log").read_bytes() == b"one\ntwo"
+
+
+LINES = b"".join(b"%d\n" % number for number in range(20_000)) + b"the last line\n"
+"""More than a pipe holds, and less than two pipes do."""
+
+
+def test_what_is_read_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        output = RankOutput(Output(), rank=0, local_rank=0, attempt=0)
+        with os.fdopen(os.dup(output.descriptors[1]), "wb") as stderr:
+            output.started()
+            stderr.write(LINES)
+        waiting = threading.Thread(target=pass_on_all, args=([output],))
+        waiting.start()
+        found = b""
+        while len(found) < len(LINES):
+            assert waiting.is_alive() or len(LINES) - len(found) <= 1 << 16  # in our pipe
+            found += os.read(read, 1 << 12)
+        waiting.join(LIMIT_S)
+        assert not waiting.is_alive()
+        assert found == LINES
+    os.close(read)
+
+
+def test_a_child_that_keeps_a_rank_s_output_is_not_waited_for(rank: Rank) -> None:
+    rank.write(b"told\n")
+    waiting = threading.Thread(target=pass_on_all, args=([rank._output],))
+    waiting.start()
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
+    rank.until_shown(b"told\n")
+    assert rank.last_lines() == "told"
+
+
+def test_the_end_of_the_output_of_a_completed_job_is_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os\nfrom pathlib import Path\n"
+        "os.write(2, b''.join(b'%d\\n' % number for number in range(20_000)))\n"
+        "os.write(2, b'the last line\\n')\nPath('written').touch()\n"
+    )
+    read, write = os.pipe()
+    with (tmp_path / "out").open("wb") as out, os.fdopen(write, "wb") as err:
+        process = LauncherProcess(tmp_path, "script.py", out=out, err=err)
+    try:
+        deadline = time.monotonic() + 300.0
+        while not (tmp_path / "written").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        with pytest.raises(subprocess.TimeoutExpired):  # nobody has read what the rank wrote
+            process.wait(5.0)
+        with os.fdopen(read, "rb") as told:
+            assert b"the last line\n" in told.read()
+        assert process.wait(300.0) == 0
+    finally:
+        process.kill()
