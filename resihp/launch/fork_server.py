@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -128,7 +129,7 @@ class ForkServer:
         self._socket.close()
         try:
             self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:  # it imports a module of the script
+        except subprocess.TimeoutExpired:  # an extension module may hold the interpreter
             self._process.kill()
             self._process.wait()
             self._kill_groups()
@@ -167,7 +168,11 @@ def start_python(control: int, environment: Mapping[str, str]) -> subprocess.Pop
 
 
 class _Server:
-    """The process that forks. It has one thread, and no state but its children."""
+    """The process that forks. It has no state but its children, and one thread when it forks.
+
+    While it imports a module of the script, a second thread notes the ends of ranks, passes signals
+    on and ends the process with the launcher. What would fork waits for the end of the import.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -176,11 +181,13 @@ class _Server:
         self._programs: set[int] = set()
         self._to_import: list[str] = []
         self._trial: tuple[int, str] | None = None  # the child that imports a module, and its name
+        self._accepted: str | None = None  # module whose trial has succeeded
+        self._held: list[tuple[dict[str, Any], list[int]]] = []  # messages that came meanwhile
         self._signals, self._wakeup = socket.socketpair()
         for end in (self._signals, self._wakeup):
             end.setblocking(False)
 
-    def serve(self) -> _Task | None:
+    def serve(self) -> _Task:
         """Serve until the launcher is gone; in a forked child, return what it has to run."""
         gc.disable()  # a fifth of an import's time, and what is imported stays
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -189,29 +196,59 @@ class _Server:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._signals, selectors.EVENT_READ)
             while True:
-                is_waiting = bool(self._to_import) and self._trial is None
+                may_import = bool(self._to_import) and self._trial is None
+                is_waiting = may_import or bool(self._held) or self._accepted is not None
                 ready = {key.fileobj for key, _ in selector.select(0 if is_waiting else None)}
-                with suppress(BlockingIOError):
-                    self._signals.recv(4096)
                 self._reap()
-                if self._control not in ready:
+                if self._control in ready:
+                    self._held.append(self._receive())
+                if self._held:
+                    if task := self._obey(*self._held.pop(0)):
+                        return task
+                elif self._accepted is not None:
+                    self._import(self._accepted)
+                else:
                     self._try_next()
-                    continue
-                message, descriptors = self._receive()
-                if not message:
-                    self._kill_all()
-                    return None
-                if task := self._obey(message, descriptors):
-                    return task
+
+    def _import(self, name: str) -> None:
+        """Import a module of the script, and attend to the launcher and to ranks meanwhile."""
+        self._accepted = None
+        imported, importing = socket.socketpair()
+        attendant = threading.Thread(target=self._attend, args=(imported,))
+        attendant.start()
+        try:
+            preload(name)
+        finally:
+            importing.close()
+            attendant.join()
+            imported.close()
+        os.chdir(self._folder)  # that of the ranks, and of a script's relative path
+
+    def _attend(self, imported: socket.socket) -> None:
+        """Do what needs no fork, until the import ends."""
+        with selectors.DefaultSelector() as selector:
+            for end in (self._control, self._signals, imported):
+                selector.register(end, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                self._reap()
+                if self._control in ready:
+                    message, descriptors = self._receive()
+                    if "signal" in message and not self._held:
+                        self._signal(message)
+                    else:  # a signal may be for a rank that is to be forked
+                        self._held.append((message, descriptors))
+                if imported in ready:
+                    return
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        """The next message and its descriptors; {} if the launcher has ended."""
-        try:
+        """Take the next message and its descriptors; end this process if the launcher has ended."""
+        data, descriptors = b"", list[int]()
+        with suppress(OSError):
             data, descriptors, _, _ = socket.recv_fds(self._control, 1, _MOST_DESCRIPTORS)
-        except OSError:
-            return {}, []
         if not data:
-            return {}, []
+            self._kill_all()
+            os._exit(0)  # there is nothing to clean up, which takes Python a second with torch
         file, *streams = descriptors
         with os.fdopen(file, "rb") as content:
             content.seek(0)
@@ -221,18 +258,21 @@ class _Server:
         if "start" in message:
             return self._fork(message, descriptors)
         if "signal" in message:
-            for pid, key in self._keys.items():
-                if key != message["key"]:
-                    continue
-                if message["signal"] == signal.SIGKILL or pid in self._programs:
-                    _signal_group(pid, message["signal"])
-                else:
-                    os.kill(pid, message["signal"])
+            self._signal(message)
         if "preload" in message:
             command = Command(**message["preload"])
             sys.argv, sys.path[0] = [command.target, *command.arguments], _folder_of(command)
             self._to_import = top_level_imports(command)
         return None
+
+    def _signal(self, message: dict[str, Any]) -> None:
+        for pid, key in self._keys.items():
+            if key != message["key"]:
+                continue
+            if message["signal"] == signal.SIGKILL or pid in self._programs:
+                _signal_group(pid, message["signal"])
+            else:
+                os.kill(pid, message["signal"])
 
     def _fork(self, message: dict[str, Any], descriptors: list[int]) -> _Task | None:
         server = os.getpid()
@@ -261,27 +301,26 @@ class _Server:
             end.close()
 
     def _reap(self) -> None:
-        """Take the ends of children; what a failed one has started is killed before it is told."""
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
+        """Take the ends of children; what a failed one has started is killed before it is told.
+
+        A module that is being imported may have children of its own, for whose ends it waits.
+        """
+        with suppress(BlockingIOError):
+            self._signals.recv(4096)
+        trial, module = self._trial or (0, "")
+        for pid in [*self._keys, *([trial] if trial else [])]:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
-                return
-            pid = ended.si_pid
-            if ended.si_status and pid in self._keys:
+                continue
+            if ended.si_status and pid != trial:
                 _signal_group(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
-            key = self._keys.pop(pid, None)
+            if pid == trial:
+                self._trial, self._accepted = None, module if status == 0 else None
+                continue
             self._programs.discard(pid)
-            if key is not None:
-                self._tell({"key": key, "status": os.waitstatus_to_exitcode(status)})
-            elif self._trial is not None and self._trial[0] == pid:
-                (_, name), self._trial = self._trial, None
-                if status == 0:
-                    preload(name)
-                    os.chdir(self._folder)  # that of the ranks, and of a script's relative path
+            key = self._keys.pop(pid)
+            self._tell({"key": key, "status": os.waitstatus_to_exitcode(status)})
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the launcher is gone, which `serve` notices
@@ -393,10 +432,7 @@ def serve(control: int) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not start it
     for name in _PRELOADED:
         importlib.import_module(name)
-    task = _Server(socket.socket(fileno=control)).serve()
-    if task is None:
-        os._exit(0)  # there is nothing to clean up, which takes Python a second with torch
-    task.run()
+    _Server(socket.socket(fileno=control)).serve().run()
 
 
 if __name__ == "__main__":

@@ -299,6 +299,71 @@ def test_a_rank_begins_in_the_launchers_folder(
         ranks.server.close()
 
 
+SLOW = """
+import subprocess, time
+from pathlib import Path
+
+if Path("tried").exists():
+    Path("importing").touch()
+    while not Path("go").exists():
+        time.sleep(0.02)
+    STATUS = subprocess.run(["false"]).returncode
+else:
+    Path("tried").touch()
+"""
+"""A module whose second import, that of the process that forks, waits for a file."""
+
+
+@pytest.fixture
+def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ranks, str, Path]]:
+    """A server that imports a module for as long as nobody touches `go`, and a rank that waits."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow.py").write_text(SLOW)
+    ranks = Ranks(tmp_path)
+    try:
+        waits = "while not os.path.exists('end'):\n    time.sleep(0.02)\nsys.exit(7)\n"
+        key, told = ranks.start(ranks.script(STARTS_ANOTHER + waits))
+        until(lambda: told.exists() and told.read_text() != "")
+        ranks.server.preload(ranks.script("import slow\n", "importer.py"))
+        until((tmp_path / "importing").exists)
+        yield ranks, key, told
+    finally:
+        (tmp_path / "go").touch()
+        ranks.server.close()
+
+
+def test_a_rank_s_end_is_told_during_an_import(importing: tuple[Ranks, str, Path]) -> None:
+    ranks, key, told = importing
+    (ranks.folder / "end").touch()
+    assert ranks.wait_for(Ended, key).status == 7, ranks.logs()
+    until(lambda: not is_running(json.loads(told.read_text())["child"]))
+    command = ranks.script("import slow\ntell(status=slow.STATUS)")
+    next_key, next_told = ranks.start(command)
+    (ranks.folder / "go").touch()
+    assert ranks.wait_for(Ended, next_key).status == 0, ranks.logs()
+    assert json.loads(next_told.read_text()) == {"status": 1}
+
+
+def test_a_rank_is_signalled_during_an_import(importing: tuple[Ranks, str, Path]) -> None:
+    """The signal for one that is started meanwhile comes after its start."""
+    ranks, key, _ = importing
+    ranks.server.signal(key, signal.SIGTERM)
+    assert ranks.wait_for(Ended, key).status == -signal.SIGTERM, ranks.logs()
+    next_key, _ = ranks.start(ranks.script("time.sleep(1000)"))
+    ranks.server.signal(next_key, signal.SIGKILL)
+    (ranks.folder / "go").touch()
+    assert ranks.wait_for(Ended, next_key).status == -signal.SIGKILL, ranks.logs()
+
+
+def test_a_server_ends_with_its_launcher_during_an_import(
+    importing: tuple[Ranks, str, Path],
+) -> None:
+    ranks, _, told = importing
+    ranks.server._socket.close()
+    assert ranks.server._process.wait(LIMIT_S) == 0
+    until(lambda: not is_running(json.loads(told.read_text())["child"]))
+
+
 def test_imports_of_a_script(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
