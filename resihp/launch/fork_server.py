@@ -388,8 +388,11 @@ class _Task:
         arguments = [command.target, *command.arguments]
         if command.kind == "program":
             os.execvp(command.target, arguments)
-        if "numpy" in sys.modules:  # its state is that of the server; `random` reseeds itself
+        # Their state is that of the server; `random` reseeds itself, CUDA's generators come later.
+        if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].default_generator.seed()
         sys.argv, sys.path[0] = arguments, _folder_of(command)
         _show_tracebacks_of_the_script()
         if command.kind == "module":
@@ -417,7 +420,7 @@ def _show_tracebacks_of_the_script() -> None:
 
 def _run_script(path: str) -> None:
     """Run a script as `python PATH` does: as the module `__main__` of this process."""
-    main = ModuleType("__main__")
+    main, path = ModuleType("__main__"), os.path.abspath(path)
     main.__dict__.update(__file__=path, __builtins__=__builtins__)
     code = compile(Path(path).read_bytes(), path, "exec")
     sys.modules["__main__"] = main

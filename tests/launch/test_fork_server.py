@@ -102,6 +102,12 @@ def test_a_script_finds_what_python_gives_it(ranks: Ranks) -> None:
     }
 
 
+def test_the_file_of_a_script_is_found_from_any_folder(ranks: Ranks) -> None:
+    target = os.path.relpath(ranks.script("tell(file=__file__)").target)
+    status, told = ranks.run(Command(target, "script", ()))
+    assert (status, told["file"]) == (0, os.path.abspath(target)), ranks.logs()
+
+
 def test_a_module_and_a_program(ranks: Ranks) -> None:
     assert ranks.run(Command("json.tool", "module", ("--help",)))[0] == 0, ranks.logs()
     assert ranks.run(Command("sh", "program", ("-c", "exit 7")))[0] == 7, ranks.logs()
@@ -125,11 +131,11 @@ def test_an_end_is_that_of_the_script(ranks: Ranks, text: str, status: int) -> N
 
 def test_random_numbers_differ_between_ranks(ranks: Ranks) -> None:
     command = ranks.script(
-        "import random\nimport numpy\ntell(a=random.random(), b=float(numpy.random.rand()))"
+        "import random, numpy, torch\n"
+        "tell(a=random.random(), b=float(numpy.random.rand()), c=float(torch.rand(1)))"
     )
     drawn = [ranks.run(command)[1] for _ in range(2)]
-    assert drawn[0]["a"] != drawn[1]["a"]
-    assert drawn[0]["b"] != drawn[1]["b"]
+    assert all(drawn[0][generator] != drawn[1][generator] for generator in "abc")
 
 
 def test_what_a_script_has_started_is_killed_with_it(ranks: Ranks) -> None:
