@@ -23,15 +23,31 @@ _FAILURES = "failures"
 class LauncherStore:
     """Typed access to one connection; every request is answered at once.
 
-    Raises `torch.distributed.DistError` if the store is gone.
+    Keeps what it has written and read, for a store that loses its data. Raises
+    `torch.distributed.DistError` if the store is gone.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
+        self._kept: dict[str, str] = {}
+        self._offers: dict[str, None] = {}  # lines, by arrival
+
+    def restore(self, coordinator: str) -> None:
+        """Write what is kept to a store that has lost its data, where another launcher has not.
+
+        coordinator  the last one that was known; "" for none. Where there is a third one the data
+                     is that of a later run, which is left alone
+        """
+        if coordinator and not self.coordinate(coordinator):
+            return
+        for line in list(self._offers):
+            self._append_offer(line)
+        for key, value in list(self._kept.items()):
+            self._store.compare_set(key, "", value)
 
     def coordinator(self) -> str:
         """Launcher that decides about attempts; "" before there is one."""
-        return self._store.get(_COORDINATOR).decode() if self._store.check([_COORDINATOR]) else ""
+        return self._get(_COORDINATOR) or ""
 
     def coordinate(self, launcher: str, after: str = "") -> bool:
         """Let a launcher decide `after` another one; False if a third one does."""
@@ -39,38 +55,37 @@ class LauncherStore:
 
     def keep_failures(self, failures: Sequence[Failure]) -> None:
         """Keep the failures of the job for a coordinator to come."""
-        self._store.set(_FAILURES, json.dumps([to_json(failure) for failure in failures]))
+        self._set(_FAILURES, json.dumps([to_json(failure) for failure in failures]))
 
     def failures(self) -> list[Failure]:
         """Failures of the job, by attempt."""
-        if not self._store.check([_FAILURES]):
-            return []
-        return [from_json(Failure, failure) for failure in json.loads(self._store.get(_FAILURES))]
+        found = json.loads(self._get(_FAILURES) or "[]")
+        return [from_json(Failure, failure) for failure in found]
 
     def announce(self, offer: NodeOffer) -> None:
         """Add a launcher to the job."""
-        line = json.dumps(to_json(offer)) + "\n"
-        self._store.append(_LAUNCHERS, line)  # type: ignore[attr-defined]
+        line = json.dumps(to_json(offer))
+        self._offers[line] = None
+        self._append_offer(line)
 
     def announced(self) -> list[NodeOffer]:
         """Offers of all launchers that have come, by arrival."""
-        if not self._store.check([_LAUNCHERS]):
-            return []
-        lines = dict.fromkeys(self._store.get(_LAUNCHERS).decode().splitlines())  # one may be twice
-        return [from_json(NodeOffer, json.loads(line)) for line in lines]
+        found = (self._get(_LAUNCHERS) or "").splitlines()  # one may be twice
+        self._offers = dict.fromkeys(found) | self._offers
+        return [from_json(NodeOffer, json.loads(line)) for line in list(self._offers)]
 
     def publish(self, number: int, what: Attempt | JobEnd) -> bool:
         """Publish attempt `number`, or the end of the job in its place; False if another launcher
         has published one."""
         kind = "attempt" if isinstance(what, Attempt) else "end"
         text = json.dumps({kind: to_json(what)})
-        is_first = self._store.compare_set(f"attempt/{number}", "", text).decode() == text
-        self._store.set(_NEWEST, str(number))
+        is_first = self._set_first(f"attempt/{number}", text) == text
+        self._set(_NEWEST, str(number))
         return is_first
 
     def newest(self) -> int:
         """Number of the newest attempt; 0 before the first."""
-        return int(self._store.get(_NEWEST)) if self._store.check([_NEWEST]) else 0
+        return int(self._get(_NEWEST) or 0)
 
     def attempt(self, number: int) -> Attempt | JobEnd | None:
         """Attempt `number`, or the end of the job; None before it is published."""
@@ -100,7 +115,7 @@ class LauncherStore:
 
     def end(self, number: int, end: AttemptEnd) -> None:
         """End an attempt, unless it has been ended for another reason."""
-        self._store.compare_set(f"end/{number}", "", json.dumps(to_json(end)))
+        self._set_first(f"end/{number}", json.dumps(to_json(end)))
 
     def end_of(self, number: int) -> AttemptEnd | None:
         """Reason to end an attempt; None as long as there is none."""
@@ -109,7 +124,7 @@ class LauncherStore:
 
     def report(self, number: int, offer: NodeOffer) -> None:
         """Report that a launcher's ranks of an attempt have ended."""
-        self._store.set(f"ended/{number}/{offer.id}", json.dumps(to_json(offer)))
+        self._set(f"ended/{number}/{offer.id}", json.dumps(to_json(offer)))
 
     def reported(self, number: int, launcher: str) -> NodeOffer | None:
         """Report of a launcher on an attempt; None before it."""
@@ -126,14 +141,34 @@ class LauncherStore:
 
     def mark(self, launcher: str, what: str) -> None:
         """Mark a launcher as `left` by itself, or as `lost` by the coordinator."""
-        self._store.set(f"{what}/{launcher}", "1")
+        self._set(f"{what}/{launcher}", "1")
 
     def is_marked(self, launcher: str, what: str) -> bool:
         """True if a launcher is marked so."""
         return bool(self._store.check([f"{what}/{launcher}"]))
 
     def _read(self, key: str) -> dict[str, Any] | None:
-        if not self._store.check([key]):
+        text = self._get(key)
+        if text is None:
             return None
-        document: dict[str, Any] = json.loads(self._store.get(key))
+        self._kept[key] = text
+        document: dict[str, Any] = json.loads(text)
         return document
+
+    def _get(self, key: str) -> str | None:
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except dist.DistStoreError:  # lost since the check
+            return None
+
+    def _set(self, key: str, value: str) -> None:
+        self._kept[key] = value
+        self._store.set(key, value)
+
+    def _set_first(self, key: str, value: str) -> str:
+        """Set a key that has no value; returns the value that it has."""
+        found = self._kept[key] = self._store.compare_set(key, "", value).decode()
+        return found
+
+    def _append_offer(self, line: str) -> None:
+        self._store.append(_LAUNCHERS, line + "\n")  # type: ignore[attr-defined]

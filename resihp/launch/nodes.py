@@ -60,20 +60,23 @@ class Nodes:
             self._address = address_towards(options.host, options.port or 1)
         else:
             self._address = options.host
-            opened = host_store
+            open_store = host_store
             if options.node or options.joins:
                 await_store(options.host, options.port, options.connect)
-                opened = connect_store
-            self._server = opened(options.host, options.port, options.connect)
+                open_store = connect_store
+            self._server = open_store(options.host, options.port, options.connect)
         self._of_launchers = self._server  # a store ends with the object that hosts it
         self._port = options.port if self._server is None else self._server.port
         self._of_ranks: dist.Store = self._server or dist.HashStore()
-        self._store = LauncherStore(self._opened())
+        opened = self._opened()
         if options.outlives_nodes:
-            self._forget_failed_run()
+            self._forget_failed_run(LauncherStore(opened))
+        self._store = LauncherStore(opened)  # keeps nothing of the run before
         self._heartbeats: LauncherHeartbeats | None = None
         if options.nodes > 1 or options.outlives_nodes:
-            self._heartbeats = LauncherHeartbeats(self._opened, self.id, options.heartbeat)
+            self._heartbeats = LauncherHeartbeats(
+                self._opened, self.id, options.heartbeat, self._store.restore
+            )
         self._coordinator: AttemptCoordinator | None = None
         if not options.joins and (options.node == 0 or options.outlives_nodes):
             self._coordinate(after="")
@@ -235,13 +238,13 @@ class Nodes:
         store = connect_store(options.host, self._port, options.connect)
         return dist.PrefixStore("resihp-run", store)
 
-    def _forget_failed_run(self) -> None:
+    def _forget_failed_run(self, store: LauncherStore) -> None:
         """Begin anew after an earlier run of the job that did not complete it, once the launchers
         of that one have left, or would be taken for lost."""
         deadline = time.monotonic() + self._options.heartbeat.total_seconds()
-        while (status := self._store.failed_status()) is not None:
-            if self._store.all_left() or time.monotonic() >= deadline:
-                if self._store.forget_failed():
+        while (status := store.failed_status()) is not None:
+            if store.all_left() or time.monotonic() >= deadline:
+                if store.forget_failed():
                     _log.info("the last run of this job ended with %d: it begins anew", status)
                 return
             time.sleep(self._options.poll_s)

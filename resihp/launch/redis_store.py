@@ -121,4 +121,4 @@ def _asked(request: Callable[[], Answer]) -> Answer:
     try:
         return request()
     except redis.RedisError as error:
-        raise dist.DistStoreError(str(error)) from error
+        raise dist.DistNetworkError(str(error)) from error

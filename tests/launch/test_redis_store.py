@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from resihp._preemption import PreemptionNotice
 from resihp.contracts import JobStoppedError
 from resihp.elastic.rendezvous.store import host_store
-from resihp.launch.attempts import Attempt, JobEnd, NodeOffer, place
+from resihp.launch.attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer, place
 from resihp.launch.heartbeats import LauncherHeartbeats
 from resihp.launch.launcher_store import LauncherStore
 from resihp.launch.nodes import Nodes
@@ -85,7 +86,7 @@ def test_a_job_that_failed_begins_anew_and_one_that_completed_does_not(
         following = nodes_of(redis)
         assert following.is_coordinator
         assert store.attempt(0) is None
-        assert store.announced() == []
+        assert LauncherStore(RedisStore(redis.url, "job", MINUTE)).announced() == []
         if not says_so:
             failed.close()
         following.close()
@@ -117,7 +118,7 @@ def test_a_launcher_that_was_replaced_while_it_decided_follows(redis: EmbeddedRe
 
 def test_heartbeats_tell_a_launcher_that_another_decides() -> None:
     store = dist.HashStore()
-    beats = LauncherHeartbeats(lambda: store, "slept", timedelta(seconds=0.1))
+    beats = LauncherHeartbeats(lambda: store, "slept", timedelta(seconds=0.1), bool)
     try:
         LauncherStore(store).coordinate("slept")
         beats.coordinates = True
@@ -128,6 +129,53 @@ def test_heartbeats_tell_a_launcher_that_another_decides() -> None:
             time.sleep(0.01)
     finally:
         beats.close()
+
+
+def test_launchers_write_again_what_a_store_without_its_data_had(redis: EmbeddedRedis) -> None:
+    """All of it but what a later run has begun in its place."""
+    one, other = (LauncherStore(RedisStore(redis.url, "job", MINUTE)) for _ in range(2))
+    offers = [NodeOffer("one", 0, (0,)), NodeOffer("other", 1, (0,))]
+    attempt = Attempt(0, 1, place(offers, most=2))
+    assert one.coordinate("one")
+    one.announce(offers[0])
+    one.publish(0, attempt)
+    other.announce(offers[1])
+    assert other.attempt(0) == attempt
+    other.end(0, AttemptEnd(EndKind.NOTICE, "maintenance"))
+    other.report(0, offers[1])
+    for first, second in ((one, other), (other, one)):
+        redis_of_test = RedisStore(redis.url, "job", MINUTE)
+        redis_of_test._redis.flushall()
+        first.restore("one")
+        second.restore("one")
+        late = LauncherStore(redis_of_test)
+        assert late.coordinator() == "one"
+        assert sorted(offer.id for offer in late.announced()) == ["one", "other"]
+        assert late.attempt(late.newest()) == attempt
+        assert late.end_of(0) == AttemptEnd(EndKind.NOTICE, "maintenance")
+        assert late.reported(0, "other") == offers[1]
+    redis_of_test._redis.flushall()
+    assert LauncherStore(redis_of_test).coordinate("third")
+    one.restore("one")
+    assert LauncherStore(redis_of_test).announced() == []
+
+
+def test_the_job_goes_on_after_redis_has_lost_its_data(
+    tmp_path: Path, redis: EmbeddedRedis
+) -> None:
+    """In the middle of an attempt, before a restart and before the end."""
+    with launchers(tmp_path, redis=redis.url) as job:
+        data = RedisStore(redis.url, "all", MINUTE)._redis
+        job.start(0, nodes="2")
+        job.start(1, nodes="2")
+        pids = job.runs(0, 2)
+        data.flushall()
+        os.kill(pids[1], signal.SIGKILL)
+        job.runs(1, 2)
+        data.flushall()
+        (tmp_path / "finish").touch()
+        assert [job.status(node) for node in (0, 1)] == [0, 0], job.logs()
+        assert all("the store has lost its data" in job.log(node) for node in (0, 1))
 
 
 def test_without_redis_it_says_so(tmp_path: Path) -> None:
