@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Coroutine
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
@@ -24,12 +25,14 @@ router = APIRouter(prefix="/v1/jobs/{job}/plan", tags=["plans"])
 Version = Annotated[int, Path(ge=0, lt=2**31)]
 
 
+_T = TypeVar("_T")
 _NO_PLAN = {204: {"description": "no newer plan"}}
 
 
 @router.get("", **{**CONDITIONAL, "responses": CONDITIONAL["responses"] | _NO_PLAN})
 async def get_plan(
     job: str,
+    request: Request,
     ctx: Ctx,
     known: Known,
     after: Annotated[int | None, Query(ge=-1, lt=2**31)] = None,
@@ -41,10 +44,27 @@ async def get_plan(
         tag = await ctx.store.tag(job, "plans")
         return await known.answer(tag, partial(ctx.store.plan, job, await ctx.store.require(job)))
     with ctx.notifier.watching():
-        plan = await _newer(ctx, job, after, min(wait, ctx.settings.max_wait_s))
+        newer = _newer(ctx, job, after, min(wait, ctx.settings.max_wait_s))
+        plan = await _unless_gone(request, newer)
     if plan is None:
         return Response(status_code=204)
     return Response(plan, media_type="application/json")
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Result of `work`; None once the client has gone."""
+    tasks = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _newer(ctx: AppContext, job: str, after: int, wait_s: float) -> bytes | None:

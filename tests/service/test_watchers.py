@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -138,6 +139,26 @@ def test_streams_that_come_together_are_refused_before_they_start(tmp_path: Path
         assert first.startswith(b"HTTP/1.1 200")
         assert all(head.startswith(b"HTTP/1.1 429") for head in refused)
         eventually(lambda: http.app.state.context.notifier.count == 0)
+
+
+def test_a_poll_whose_client_has_gone_gives_its_place_back(tmp_path: Path):
+    settings = Settings(redis_url=None, data=tmp_path, worker=False, max_watchers=1)
+    path = "/v1/jobs/j/plan?after=0&wait=60"
+
+    async def begin(url: str, counted: Callable[[], bool]) -> None:
+        _, writer = await asyncio.open_connection(*address_of(url))
+        writer.write(request_of(url, path))
+        await asyncio.to_thread(eventually, counted)
+        writer.close()
+
+    with running(settings) as http:
+        http.register(job_of())
+        watchers = http.app.state.context.notifier
+        begun_s = time.monotonic()
+        for _ in range(2):
+            asyncio.run(begin(http.url, lambda: watchers.count == 1))
+            eventually(lambda: watchers.count == 0)
+        assert time.monotonic() - begun_s < 60, "its wait was over"
 
 
 def test_what_woken_watchers_read_is_read_once_and_anew_after_each_change():
