@@ -269,7 +269,8 @@ class PassTimer:
     def _drop(self) -> None:
         assert self._open is not None
         self._passes -= self._open.op == FORWARD
-        self._open.leave()
+        if self.recording.open is self._open:  # not so after the end of the user's step block
+            self._open.leave()
         self._open = None
 
     def _report_passes(self) -> None:

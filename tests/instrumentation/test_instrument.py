@@ -209,6 +209,15 @@ def test_steps_by_hand(observe):
     assert loop.passes() == one_step(0)[:2] + one_step(1)[:2]
 
 
+def test_failed_pass_in_a_step_by_hand_leaves_the_next_step_whole(observe):
+    loop = observe()
+    for step in range(4):
+        loop.model.broken = step == 1
+        with contextlib.suppress(ValueError), loop.monitor.step():
+            loop.step()
+    assert loop.passes() == [*one_step(0), *one_step(2), *one_step(3)]
+
+
 def test_blocks_of_the_users_are_not_timed_twice(observe):
     loop = observe()
     with loop.monitor.step():
