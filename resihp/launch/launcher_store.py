@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -31,6 +32,10 @@ class LauncherStore:
         self._store = store
         self._kept: dict[str, str] = {}
         self._offers: dict[str, None] = {}  # lines, by arrival
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait for the store no longer than this from now on."""
+        self._store.set_timeout(timeout)
 
     def restore(self, coordinator: str) -> None:
         """Write what is kept to a store that has lost its data, where another launcher has not.

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -46,6 +47,8 @@ class Nodes:
     id      of this launcher
     notice  whether this node is about to be taken away
     plans   asked once this launcher decides; None without a sidecar
+    on_wait
+            called again and again while a request waits for a Redis that does not answer
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Nodes:
         self._options, self._notice = options, notice
         self.id = f"{options.node}-{uuid.uuid4().hex[:8]}"
         self._plans = plans
+        self.on_wait: Callable[[], object] = bool
         self._server: dist.TCPStore | None = None  # of the ranks of the newest attempt
         self._hosted: dist.TCPStore | None = None  # the same, as long as it is hosted here
         if options.outlives_nodes:
@@ -68,7 +72,7 @@ class Nodes:
         self._of_launchers = self._server  # a store ends with the object that hosts it
         self._port = options.port if self._server is None else self._server.port
         self._of_ranks: dist.Store = self._server or dist.HashStore()
-        opened = self._opened()
+        opened = self._opened(self._waits)
         if options.outlives_nodes:
             self._forget_failed_run(LauncherStore(opened))
         self._store = LauncherStore(opened)  # keeps nothing of the run before
@@ -151,6 +155,8 @@ class Nodes:
         """Leave the job."""
         if self._heartbeats is not None:
             self._heartbeats.close()
+            if self._options.outlives_nodes:
+                self._store.set_timeout(timedelta(0))
             try:
                 self._store.mark(self.id, "left")
             except dist.DistError:
@@ -226,7 +232,7 @@ class Nodes:
 
     # Steps of the agreement.
 
-    def _opened(self) -> dist.Store:
+    def _opened(self, on_wait: Callable[[], object] = bool) -> dist.Store:
         """A connection to the launchers' store."""
         options = self._options
         if options.store_url is not None:
@@ -234,9 +240,12 @@ class Nodes:
                 from .redis_store import open_redis
             except ImportError as error:
                 raise JobStoppedError("a store in Redis needs `pip install redis`") from error
-            return open_redis(options.store_url, options.run, options.heartbeat)
+            return open_redis(options.store_url, options.run, options.heartbeat, on_wait)
         store = connect_store(options.host, self._port, options.connect)
         return dist.PrefixStore("resihp-run", store)
+
+    def _waits(self) -> None:
+        self.on_wait()
 
     def _forget_failed_run(self, store: LauncherStore) -> None:
         """Begin anew after an earlier run of the job that did not complete it, once the launchers

@@ -119,10 +119,20 @@ class Supervisor:
         self._end: AttemptEnd | None = None
         self._kill_at_s = inf
         self._begun_s = time.monotonic()
-        self._has_left = False
+        self._has_left = self._is_leave_told = False
+        nodes.on_wait = self._tell_ranks_of_notice
 
     def run(self) -> int:
         """Run attempts until one succeeds or the next would not help; returns the exit status."""
+        try:
+            return self._run_attempts()
+        except dist.DistError:
+            if not self._has_left:
+                raise
+            self._await_told_ranks()
+            return self._own_status()
+
+    def _run_attempts(self) -> int:
         command = self._options.command
         following = self._nodes.begin(self._offer(), lambda: self._server.preload(command))
         while isinstance(following, Attempt):
@@ -195,9 +205,9 @@ class Supervisor:
             for event in self._server.events():
                 if isinstance(event, Ended):
                     self._note_end(attempt, self._ranks[event.key], event.status)
-            is_running = any(rank.status is None for rank in self._ranks.values())
+            is_running = self._is_running
             self._report_consequence(attempt, is_running)
-            if is_running:
+            if is_running or self._has_left:
                 self._leave_if_noticed(attempt)
             if is_running or self._failed is not None:
                 self._look_for_end(attempt, is_running)
@@ -298,20 +308,39 @@ class Supervisor:
         return (is_lasting or self._has_completed()) and self._nodes.recovers(attempt)
 
     def _leave_if_noticed(self, attempt: Attempt) -> None:
-        """After a notice, let the ranks end after the current step."""
-        if self._notice.why is None or self._has_left:
+        """After a notice, leave the job and let the ranks end after the current step."""
+        if self._notice.why is None or self._is_leave_told:
             return
-        self._has_left = True
-        _log.warning("%s: the ranks end after their step", self._notice.why)
+        self._is_leave_told = True
         try:
             if not self._nodes.recovers(attempt) and not self._options.joins:
                 self._nodes.leave(attempt)
             elif self._nodes.is_coordinator:
                 self._nodes.stop()
         finally:
-            with suppress(OSError):  # without its time they learn of the notice by the signal
-                self._notice.forward(self._environment.notice)
-            self._signal_all(signal.SIGTERM)
+            self._tell_ranks_of_notice()
+
+    def _tell_ranks_of_notice(self) -> None:
+        """Let the ranks end after the current step once there is a notice, whether the store
+        answers or not."""
+        if self._notice.why is None or self._has_left or not self._is_running:
+            return
+        self._has_left = True
+        _log.warning("%s: the ranks end after their step", self._notice.why)
+        with suppress(OSError):  # without its time they learn of the notice by the signal
+            self._notice.forward(self._environment.notice)
+        self._signal_all(signal.SIGTERM)
+
+    def _await_told_ranks(self) -> None:
+        """Wait for ranks that were told to end, where the store is gone, as long as they may."""
+        until_s = min(self._notice.until_s, time.monotonic() + self._options.shutdown_s)
+        while time.monotonic() < until_s:
+            select.select([self._server], [], [], self._options.poll_s)
+            for event in self._server.events():
+                if isinstance(event, Ended):
+                    self._ranks[event.key].status = event.status
+            if not self._is_running:
+                return
 
     def _signal_all(self, number: int) -> None:
         for key in self._ranks:
@@ -335,6 +364,11 @@ class Supervisor:
             leaves=self._has_left,
             memory=self._memory_server.address if self._memory_server is not None else None,
         )
+
+    @property
+    def _is_running(self) -> bool:
+        """True if a rank has not ended."""
+        return any(rank.status is None for rank in self._ranks.values())
 
     def _has_completed(self) -> bool:
         return any(rank.status == 0 for rank in self._ranks.values())

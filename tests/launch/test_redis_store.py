@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -173,9 +174,77 @@ def test_the_job_goes_on_after_redis_has_lost_its_data(
         os.kill(pids[1], signal.SIGKILL)
         job.runs(1, 2)
         data.flushall()
+        job.until(lambda: all("lost its data" in job.log(node) for node in (0, 1)))
         (tmp_path / "finish").touch()
         assert [job.status(node) for node in (0, 1)] == [0, 0], job.logs()
-        assert all("the store has lost its data" in job.log(node) for node in (0, 1))
+
+
+@pytest.fixture
+def frozen(redis: EmbeddedRedis) -> Iterator[Callable[[], object]]:
+    """Lets Redis hang from the call to the end of the test."""
+    assert redis.pid is not None
+    yield partial(os.kill, redis.pid, signal.SIGSTOP)
+    os.kill(redis.pid, signal.SIGCONT)
+
+
+def test_requests_wait_three_timeouts_for_a_redis_that_hangs(
+    redis: EmbeddedRedis, frozen: Callable[[], object]
+) -> None:
+    waits: list[int] = []
+    store = open_redis(redis.url, "job", timedelta(seconds=2), lambda: waits.append(1))
+    frozen()
+    with pytest.raises(dist.DistNetworkError):
+        store.check(["a"])
+    assert 1 <= len(waits) <= 6 / 0.5
+    waits.clear()
+    store.set_timeout(timedelta(0))
+    with pytest.raises(dist.DistNetworkError):
+        store.check(["a"])
+    assert not waits
+
+
+def test_a_request_is_answered_once_redis_goes_on(
+    redis: EmbeddedRedis, frozen: Callable[[], object]
+) -> None:
+    assert redis.pid is not None
+    goes_on = partial(os.kill, redis.pid, signal.SIGCONT)
+    store = open_redis(redis.url, "job", MINUTE, goes_on)
+    for request in (
+        lambda: store.add("n", 1) >= 1,
+        lambda: store.compare_set("c", "", "first") == b"first",
+        lambda: store.get("c") == b"first",
+    ):
+        frozen()
+        assert request()
+
+
+SAVING = """
+import signal, sys, threading
+from pathlib import Path
+
+def save(number, frame):
+    Path(sys.argv[1], "saved").touch()
+    sys.exit(128 + number)
+
+signal.signal(signal.SIGTERM, save)
+Path(sys.argv[1], "running").touch()
+while True:
+    threading.Event().wait(0.1)
+"""
+
+
+def test_ranks_learn_of_a_notice_while_redis_hangs(
+    tmp_path: Path, redis: EmbeddedRedis, frozen: Callable[[], object]
+) -> None:
+    (tmp_path / "saving.py").write_text(SAVING)
+    command = str(tmp_path / "saving.py"), str(tmp_path)
+    with launchers(tmp_path, *command, redis=redis.url) as job:
+        job.start(0, nodes="1")
+        job.until((tmp_path / "running").exists)
+        frozen()
+        job.stop(0, signal.SIGTERM)
+        assert job.status(0) == 128 + signal.SIGTERM, job.logs()
+        assert (tmp_path / "saved").exists(), job.logs()
 
 
 def test_without_redis_it_says_so(tmp_path: Path) -> None:
