@@ -16,7 +16,7 @@ from resihp.contracts import CheckpointError, ContractError, FaultRate, Protecti
 from .counters import Counters, ProblemLog
 from .history import RunHistory, valid_step
 from .level_pipeline import LevelPipeline
-from .levels import HostMemory, Level, PeerMemory
+from .levels import HostMemory, Level, LocalDisk, PeerMemory
 from .policy import EveryStep, SavePolicy, SaveTiming
 from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored, restore
@@ -64,7 +64,7 @@ class Checkpointer:
         self.levels, self.policy = tuple(levels), policy or EveryStep()
         self.ranks = ranks or (ProcessGroupRanks() if dist.is_initialized() else IndependentRank())
         self.counters, self._problems = Counters(), ProblemLog()
-        self._history = RunHistory(self.ranks.run, clock)
+        self._history = RunHistory(self.ranks.run, clock, self._newest_born)
         self._stager = Stager(
             self.ranks,
             kept=sum(level.keep for level in levels if isinstance(level, HostMemory)),
@@ -262,6 +262,11 @@ class Checkpointer:
             return None
         self._last = self._stager.capture(step, lineage, collected, state, extra)
         return self._begin(self._last)
+
+    def _newest_born(self) -> int:
+        """`born` of the newest lineage in folders, which are read without asking other nodes."""
+        folders = [level for level in self.levels if isinstance(level, LocalDisk)]
+        return max((folder.newest_born() for folder in folders), default=0)
 
     def _collect(self, state: State, vote: Vote) -> CollectedState:
         self._fence()  # for a loop that saves twice without a step in between

@@ -45,12 +45,15 @@ UNKNOWN = Lineage("")
 class RunHistory:
     """Assigns lineages to the states that a process saves.
 
-    run    identifier of this start of the job, the same on all ranks
-    clock  nanoseconds since 1970
+    run     identifier of this start of the job, the same on all ranks
+    clock   nanoseconds since 1970
+    stored  `born` of the newest lineage that is stored; 0 for none
     """
 
-    def __init__(self, run: str, clock: Callable[[], int]) -> None:
-        self._run, self._clock = run, clock
+    def __init__(
+        self, run: str, clock: Callable[[], int], stored: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._run, self._clock, self._stored = run, clock, stored
         self._count = self._born = 0
         self._last: int | None = None
         self._lineage = Lineage(run)
@@ -58,7 +61,7 @@ class RunHistory:
     def at(self, step: int) -> Lineage:
         """Return the lineage of a state at `step`; a new one unless the step is a later one."""
         if self._last is None or step <= self._last:
-            self._born = max(self._clock(), self._born + 1)
+            self._born = max(self._clock(), self._born + 1, self._stored() + 1)
             suffix = f"-{self._count}" if self._count else ""
             self._lineage = Lineage(self._run + suffix, self._born, step)
             self._count += 1

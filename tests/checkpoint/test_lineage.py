@@ -127,14 +127,32 @@ def test_files_of_different_runs_are_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_comes_late_from_an_abandoned_past_replaces_nothing(tmp_path: Path) -> None:
-    disk, state = LocalDisk(tmp_path), stamped(7 + AGAIN)
-    with Checkpointer([disk], clock=lambda: 20) as saver:
-        saver.save(7, state)
-    stamp(state, 7)
+    disk, state = LocalDisk(tmp_path, keep=1), stamped(7 + AGAIN)
     with Checkpointer([disk], clock=lambda: 10) as late:
+        train(late, range(6, 7))
+        with Checkpointer([LocalDisk(tmp_path, keep=1)], clock=lambda: 20) as saver:
+            saver.save(7, state)
+        stamp(state, 7)
         late.save(7, state)
+        assert late.wait(300)
+        level = late.counters.levels[disk.name]
+        assert (level.saved, level.failed, level.newest_step) == (1, 1, 6)
     assert_stamped(back_from(disk)[1], 7 + AGAIN)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000007"]
+    assert disk.steps() == [7]
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_run_from_the_beginning_is_the_newest_whatever_the_clock(tmp_path: Path) -> None:
+    """In the folder of an earlier run, without restore, while the clock was set back."""
+    disk = LocalDisk(tmp_path)
+    with Checkpointer([disk], clock=lambda: 1 << 40) as saver:
+        train(saver, range(6))
+    with Checkpointer([disk], clock=lambda: 1) as saver:
+        train(saver, range(3), AGAIN)
+    assert disk.steps() == [1, 2]
+    restored, into = back_from(disk)
+    assert restored.step == 2
+    assert_stamped(into, 2 + AGAIN)
 
 
 founds = st.builds(

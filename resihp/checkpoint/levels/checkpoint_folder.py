@@ -89,6 +89,10 @@ class CheckpointFolder(Level):
             if (path / METADATA).exists()
         ]
 
+    def newest_born(self) -> int:
+        """`born` of the newest lineage in this folder; 0 for none."""
+        return max((_lineage(path).born for _, path in self._published()), default=0)
+
     def torn(self) -> dict[int, str]:
         """Steps of published folders without `.metadata`, with the reason for messages."""
         return {
@@ -105,7 +109,10 @@ class CheckpointFolder(Level):
         return [(step, path) for step, path in found if step is not None]
 
     def _publish(self, part: Path, own: FileIndex) -> None:
-        """Write this rank's index; if it is the last one, publish and retire old checkpoints."""
+        """Write this rank's index; if it is the last one, publish and retire old checkpoints.
+
+        Raises `CheckpointError` if the folder has this step of a younger lineage.
+        """
         write_index(part, own)
         if not all((part / index_name(rank)).exists() for rank in own.in_folder):
             return
@@ -121,7 +128,7 @@ class CheckpointFolder(Level):
             lineage = merged_lineage(index.lineage for index in indexes)
             final = self.folder / step_name(own.step)
             if _lineage(final).born > lineage.born:
-                return  # belongs to an abandoned lineage
+                raise CheckpointError(f"{final.name} is there, of a run that began later")
             write_whole(claimed / LINEAGE, lineage_json(lineage))
             publish_folder(claimed, final, to_metadata(indexes))
         self._drop_old(own)
