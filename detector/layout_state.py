@@ -96,7 +96,8 @@ class LayoutState(Persistent):
         if not self._by_lengths:
             verifiable = self.cross_stage.verifiable(trusted)
             trusted, verifiable = trusted & verifiable, able & verifiable
-        now = self.tests.observe(step, residual, trusted, able)
+        self.correlated.observe(records, index)
+        now = self.tests.observe(step, residual, trusted, able, self.correlated.lags)
         now = self.passes.joined(step, residual, trusted, now)
         now = with_intermittent(self.tests, now, verifiable, self._least, table.fresh)
         if residual.fixed is not None:
@@ -105,7 +106,6 @@ class LayoutState(Persistent):
             excess = recent_level(self.tests, now, 3)
             annotations.explained = self.replicas.explains(now, excess, table.slow_run + 1)
             now = replace(now, able=now.able & ~annotations.explained)
-        self.correlated.observe(records, index)
         now, waits_for = self.correlated.attribute(self.tests, now)
         named = table.status == FAIL_SLOW
         table.update(self.tests, now, annotations.annotated)

@@ -61,7 +61,7 @@ class LinkTest(Persistent):
             test = self._begin(np.union1d(self._keys, found))
         at = np.searchsorted(self._keys, keys)
         value = group_median(np.log(times), at, self._keys.size)
-        test.observe(number, value)
+        test.compare(number, value)
 
     def _begin(self, keys: Ints) -> LevelTest:
         self._keys = keys
@@ -133,7 +133,7 @@ class CollectiveTest(Persistent):
         if rows.any():
             group = self._group[index[rows]]
             times = step.compute_ms[rows] + _NEGLIGIBLE * _usual_pass_ms(step)
-            self.test.observe(number, group_median(np.log(times), group, self.test.slow.size))
+            self.test.compare(number, group_median(np.log(times), group, self.test.slow.size))
 
     def verdicts(self) -> list[LinkVerdict]:
         """The verdicts on slow and suspected groups."""
@@ -209,4 +209,4 @@ class HostTest(Persistent):
         busy = np.bincount(index[compute], step.compute_ms[compute], size)
         floor = 0.01 * float(np.median(busy[busy > 0])) if (busy > 0).any() else 0.0
         value = np.log(spent + max(floor, _LEAST_DATA_MS))
-        return self.test.observe(number, np.where(present, value, np.nan))
+        return self.test.compare(number, np.where(present, value, np.nan))

@@ -100,7 +100,8 @@ def common_change(
     trusted  ranks that are not under suspicion; all of a class that has none
     past     number of steps in each rank's past; noise: standard deviation of its residual
 
-    Classes of fewer than three take the median over the job.
+    Classes of fewer than three take the median over the job, or no change where half of the job
+    has none: what befalls one half alone is no common cause.
     """
     seen = np.isfinite(change)
     size = int(classes.max()) + 1
@@ -109,7 +110,9 @@ def common_change(
     use = seen & (trusted | ~sound[classes])
     middle = group_median(change[use], classes[use], size)
     many = counts >= MAJORITY
-    result: Floats = np.where(many[classes], middle[classes], float(np.median(change[use])))
+    ordered = np.sort(change[use])
+    below, above = ordered[(ordered.size - 1) // 2], ordered[ordered.size // 2]
+    result: Floats = np.where(many[classes], middle[classes], min(max(below, 0.0), above))
     usual = float(np.median(noise))
     moved = many & (np.abs(np.nan_to_num(middle)) > _NEAR * usual)
     if not moved.any() or not usual:

@@ -50,17 +50,19 @@ class StepProgress(Persistent):
     for messages overtake each other. Without `expected` every record counts, and a rank is done
     once it has sent one of a later step. A step is whole when all ranks that still report are
     done with it. It is closed incomplete when some rank is ahead by `_LAG_STEPS` steps and as
-    many messages. The caller passes each message to `admit`, then the records of each step to
-    `count`, and takes the steps that `close` returns at the end, and before while it `is_full`: a
-    message of thousands of steps opens few of them at a time.
+    many messages. Numbers of steps may have gaps; but once a whole step has come after a later one,
+    a step waits as long for those between it and the last. The caller passes each message to
+    `admit`, then the records of each step to `count`, and takes the steps that `close` returns at
+    the end, and before while it `is_full`: a message of thousands of steps opens few of them at a
+    time.
 
     ranks     ranks of the layout, sorted
     expected  records of each rank and step; None where it is not known
     """
 
     _saved = (
-        "silent", "_habit", "_habit_known", "_open", "_closed", "_messages", "_newest", "_back",
-        "_back_at", "_behind",
+        "silent", "_habit", "_habit_known", "_open", "_closed", "_gap", "_fills", "_messages",
+        "_newest", "_back", "_back_at", "_behind",
     )  # fmt: skip
     _open: dict[int, _OpenStep]
     _behind: deque[TelemetryBatch]
@@ -72,7 +74,7 @@ class StepProgress(Persistent):
         self._habit_known = False
         self.silent = np.zeros(size, np.int64)
         self._open = {}
-        self._closed = -1
+        self._closed, self._gap, self._fills = -1, 0, False
         self._messages = np.zeros(size, np.int64)
         self._newest = np.full(size, -1, np.int64)
         self._back = np.zeros(size, bool)
@@ -99,6 +101,8 @@ class StepProgress(Persistent):
         usable = index >= 0
         self._track_restart(batch, index, usable)
         self.silent[index[usable]] = 0  # also where it is late: else it stays late for ever
+        behind = self._closed - batch.step[usable]
+        self._fills |= bool(((behind > 0) & (behind < self._gap)).any())
         usable &= batch.step > self._closed
         if newest >= 0:
             usable &= batch.step <= newest + _REACH_STEPS
@@ -154,11 +158,14 @@ class StepProgress(Persistent):
             opened, late = self._open[step], at_end or len(self._open) > _MOST_OPEN
             done = self._newest > step if self._expected is None else opened.counts >= self._habit
             whole = done[waited & (self.silent < SILENT_STEPS)].all() and opened.counts.any()
+            whole &= not self._fills or step == self._closed + 1
             if len(self._open) > _LAG_STEPS:
                 late |= int(self._messages.max()) - opened.opened_at >= _LAG_STEPS
             if not (whole or late):
                 return
             del self._open[step]
+            self._gap = step - self._closed if self._closed >= 0 else step + 1
+            self._fills &= self._gap == 1
             self._closed, present = step, opened.counts > 0
             self.silent = np.where(present | (self._habit == 0), 0, self.silent + 1)
             if self._expected is not None and present.any():

@@ -273,7 +273,12 @@ def plan_schedules(job: Job) -> tuple[Schedule, ...]:
 
 
 def own_schedule(job: Job, plan: Plan) -> Schedule:
-    """Schedule that a running plan is timed under: its own, else the first that plans may use."""
+    """Schedule that a running plan is timed under: its own, else the first that plans may use.
+
+    A job that takes no layouts keeps its own.
+    """
+    if not job.takes_layouts:
+        return plan.schedule
     if any(replica.chunks > 1 for replica in plan.layout.replicas):
         return Schedule.INTERLEAVED
     schedules = plan_schedules(job)

@@ -260,7 +260,7 @@ def _kept_if_as_fast(
     The search leaves out what it takes to be slower or not to fit, such as slow ranks with memory
     that others lack, and stages without layers.
     """
-    if Action.LAYOUT not in job.actions or plan.layout == layout:
+    if not job.takes_layouts or plan.layout == layout:
         return plan
     if any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
         return plan

@@ -13,7 +13,7 @@ import numpy as np
 
 from resihp.contracts import TelemetryBatch
 
-from ..arrays import Ints, appended
+from ..arrays import Floats, Ints, appended
 from ..persistence import Persistent
 from ..rank_table import RankTable
 from .rank_tests import TURNS, RankTests, StepEvidence
@@ -39,6 +39,11 @@ class CorrelatedRanks(Persistent):
             for members in _members(places.peers)
             if members.size == 2 and sizes[places.peers[members[0]]] == 2
         ]
+        self._without_peers = [
+            members
+            for members in _members(places.group)
+            if members.size > 2 and sizes[places.peers[members[0]]] == members.size
+        ]
         self._at: list[list[int]] = [[] for _ in range(places.size)]
         for number, members in enumerate(self._groups):
             for member in members.tolist():
@@ -52,6 +57,19 @@ class CorrelatedRanks(Persistent):
         busy = np.bincount(index[known], records.compute_ms[known], size)
         share = np.where(busy > 0, wait / np.maximum(busy, 1e-9), np.nan)
         self.waits = appended(self.waits, share, TURNS)
+
+    @property
+    def lags(self) -> Floats | None:
+        """By how much of its compute time the member that waited least in the last step waited less
+        than any other; for groups whose members have no other peers, NaN elsewhere. None if there
+        are no such groups."""
+        if not self._without_peers:
+            return None
+        lags = np.full(self._places.size, np.nan)
+        for members in self._without_peers:
+            least, second = np.sort(self.waits[-1, members])[:2]
+            lags[members] = second - least
+        return lags
 
     def attribute(self, tests: RankTests, now: StepEvidence) -> tuple[StepEvidence, Ints]:
         """Separates slow ranks from those that wait for them.

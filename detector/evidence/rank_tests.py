@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import Bools, Floats, Ints, appended, mad_sigma, mean, median
+from ..arrays import Bools, Floats, Ints, appended, group_median, mad_sigma, mean, median
 from ..persistence import Persistent, State
 from ..residuals import Misfit, StepResidual, common_change, noise_of
 from ..settings import DetectorSettings
@@ -44,6 +44,8 @@ TURNS = 16
 """Latest steps that are marked slow or healthy, for intermittently slow ranks."""
 _FLOOR = 5e-4
 """Least scale of a residual (log): timers are no better."""
+_WAITED = 0.02
+"""Share of their compute time that all others must wait for one to blame it for what all have."""
 _UNEVEN = 0.25
 """Standard deviation of a prediction's error between steps, as a share of the largest one."""
 _NO_MISFIT = Misfit(np.zeros(1), np.zeros(1), np.zeros(1, bool))
@@ -121,15 +123,20 @@ class RankTests(Persistent):
         self.peer_test, self.past_test = EDetector(size), EDetector(size)
 
     def observe(
-        self, step: int, residual: StepResidual, trusted: Bools, able: Bools
+        self,
+        step: int,
+        residual: StepResidual,
+        trusted: Bools,
+        able: Bools,
+        lags: Floats | None = None,
     ) -> StepEvidence:
         """Takes one step. `trusted` ranks update the baseline; only `able` ranks may be
-        named: those that can be separated from others."""
+        named: those that can be separated from others. `lags` are those of `CorrelatedRanks`."""
         misfit = residual.misfit or _NO_MISFIT
         self._wider = residual.wider
         offset = self._offset_spread()
         self._forget_past(misfit.moved)
-        deviation = self._centre(residual, trusted)
+        deviation = self._centre(residual, trusted, lags)
         seen = np.isfinite(deviation)
         self.window = appended(self.window, deviation, WINDOW_STEPS)
         unlike = np.maximum(misfit.from_peers, misfit.from_past) > offset
@@ -204,15 +211,19 @@ class RankTests(Persistent):
             falls[self._pairs] = np.where(sound, fall, np.nan)
         self.falls = appended(self.falls, falls, _LAG + _FALL_STEPS - 1)
 
-    def _centre(self, residual: StepResidual, trusted: Bools) -> Floats:
+    def _centre(self, residual: StepResidual, trusted: Bools, lags: Floats | None) -> Floats:
         """Residuals without the common mode of the peers, or of the job where peers are too few.
-        Ranks under suspicion are left out of it, or two of few peers would mask each other."""
+        Ranks under suspicion are left out of it, or two of few peers would mask each other. What
+        all peers have because they waited for one of them is not common either."""
         value = residual.value
         if np.count_nonzero(np.isfinite(value)) < 4:
             return value.copy()
         noise = np.where(self.noise > 0, np.maximum(self.noise, residual.error), 0.0)
         change = value - self.mean
-        return value - common_change(change, self._classes, trusted, self.past, noise)
+        common = common_change(change, self._classes, trusted, self.past, noise)
+        if lags is not None:
+            common[lags > np.maximum(0.5 * (1.0 - np.exp(-common)), _WAITED)] = 0.0
+        return value - common
 
     def _offset_spread(self) -> float:
         """Spread of healthy devices around their peers, with a prior for small jobs."""
@@ -330,6 +341,7 @@ class LevelTest(Persistent):
         count = classes.size
         few = np.bincount(classes)[classes] < _MAJORITY
         _, classes = np.unique(np.where(few, -1 - np.arange(count), classes), return_inverse=True)
+        self._classes, self._compared = classes, ~few
         self._error, self._least = error, float(np.log(least))
         self.tests = RankTests(classes, settings)
         self.slow = np.zeros(count, bool)
@@ -337,6 +349,13 @@ class LevelTest(Persistent):
         self.since = np.full(count, -1, np.int64)
         self.scale = np.full(count, error)
         self.level, self.evidence = np.full(count, np.nan), np.full(count, -np.inf)
+
+    def compare(self, step: int, value: Floats) -> Bools:
+        """Takes logs of one step that say nothing but by their distance from those of their class;
+        see `observe`."""
+        seen = np.isfinite(value)
+        middle = group_median(value[seen], self._classes[seen], int(self._classes.max()) + 1)
+        return self.observe(step, np.where(self._compared, value - middle[self._classes], value))
 
     def observe(self, step: int, value: Floats) -> Bools:
         """Takes the logs of one step (NaN where there is none); returns the slow ones."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from detector import Detector, DetectorSettings
-from resihp.contracts import Job, Layout, Status, TelemetryBatch
+from resihp.contracts import Job, Layout, Op, Status, TelemetryBatch
 from resihp.testing.scenarios import Fault, SlowGroup, SlowLink, collectives, steps_of, transfers
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
@@ -98,3 +98,29 @@ def test_records_of_transfers_change_no_verdict_on_a_device() -> None:
         assert told[0] == told[1]
     assert [link.ends for link in joined.links()] == [(0, 3)]
     assert joined.diagnosis().attribution.keys() == alone.diagnosis().attribution.keys()
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 1), (1, 4, 1), (1, 5, 1)])
+def test_healthy_links_are_healthy_however_few_of_a_kind(shape: tuple[int, int, int]) -> None:
+    job = job_of(*shape)
+    detector = Detector(job, settings=SETTINGS)
+    for batch in steps(job, None, 30):
+        detector.update(batch)
+    assert set(detector.link_counts()) == {Status.HEALTHY}
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_three_hosts_that_load_data_alike_are_not_slow(ranks: int) -> None:
+    """Of four, one of which loads none."""
+    job = job_of(ranks, 1, 1)
+    detector, rng = Detector(job, settings=SETTINGS), np.random.default_rng(0)
+    for batch in steps_of(job, LENGTHS, steps=30, seed=4):
+        data = TelemetryBatch(
+            rank=np.arange(3),
+            step=np.full(3, batch.step[0]),
+            microbatch=np.full(3, -1),
+            op=np.full(3, int(Op.DATA)),
+            compute_ms=10.0 * np.exp(rng.normal(0.0, 0.05, 3)),
+        )
+        detector.update(TelemetryBatch.concat([batch, data]))
+    assert all(verdict.evidence == () for verdict in detector.verdicts())

@@ -182,3 +182,27 @@ def test_a_rank_whose_messages_always_come_last_is_waited_for_again() -> None:
 
 def names(verdicts: list[Verdict]) -> set[int]:
     return {verdict.rank for verdict in verdicts if verdict.status is Status.FAIL_SLOW}
+
+
+def test_whole_steps_that_overtake_each_other_are_kept() -> None:
+    """From the second time on: numbers of steps may have gaps, so the first is not waited for."""
+    batches = stream(with_lengths=True)
+    detector = Detector(JOB)
+    for index in range(len(batches)):
+        detector.update(batches[index ^ 1])
+    detector.finish()
+    assert detector.diagnosis().steps == len(batches) - 1
+
+
+def test_steps_with_gaps_are_not_waited_for_once_nothing_overtakes() -> None:
+    batches = stream(with_lengths=True)
+    detector = Detector(JOB)
+    for index in (1, 0, 3, 2):
+        detector.update(batches[index])
+    assert [steps_after(detector, batches[index]) for index in (5, 8, 12)] == [3, 3, 3]
+    assert [steps_after(detector, batches[index]) for index in (15, 17, 20)] == [7, 8, 9]
+
+
+def steps_after(detector: Detector, batch: TelemetryBatch) -> int:
+    detector.update(batch)
+    return detector.diagnosis().steps

@@ -68,3 +68,13 @@ def test_the_slower_one_of_a_pair_is_named_from_the_start(
     assert {rank: v.status for rank, v in verdicts.items()} == {slow: Status.FAIL_SLOW}
     assert verdicts[slow].slowdown == pytest.approx(factor, rel=0.05)
     assert verdicts[slow].since_step is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_of_two_replicas_with_longer_documents_does_not_blame_the_other(seed: int) -> None:
+    """Half of the job changes against its past: no common change, which the other half lacks."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(6.0, 1.2, 4000), 16, 8192).astype(int)
+    job, surge = job_of((2, 2, 1), 2), Surge(replica=0, factor=3.0, from_step=30, longer=True)
+    detector = Detector(job)
+    for batch in steps_of(job, lengths, steps=60, seed=seed, surges=[surge]):
+        assert all(v.status is not Status.FAIL_SLOW for v in detector.update(batch))

@@ -15,9 +15,11 @@ from resihp.contracts import (
     LayerCost,
     Layout,
     Links,
+    Memory,
     ModelShape,
     Plan,
     Protection,
+    Schedule,
 )
 from scheduler import (
     SkiRental,
@@ -321,3 +323,44 @@ def test_a_simulated_job_restarts_where_it_can_do_nothing_else():
     )
     assert policy_outcome("joint", job(actions=("layout",)), speeds).transition is Transition.LIVE
     assert policy_outcome("joint", job(actions=("quotas",)), speeds).step_ms == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (Schedule.EAGER_1F1B, (Schedule.ZERO_BUBBLE,)),
+        (Schedule.ZERO_BUBBLE, (Schedule.ONE_F_ONE_B,)),
+    ],
+)
+def test_a_job_of_quotas_alone_is_timed_under_its_own_schedule(
+    own: Schedule, others: tuple[Schedule, ...]
+) -> None:
+    job = Job(
+        name="job",
+        layout=Layout.grid(dp=2, pp=3, tp=1, layers=6),
+        microbatches=4,
+        schedule=own,
+        schedules=others,
+        actions=(Action.QUOTAS,),
+    )
+    plan = make_plan(job, {})
+    assert plan.schedule is own
+    assert plan.step_ms == pytest.approx(simulate(job, plan).step_ms)
+    assert plan.bound_ms <= plan.step_ms
+
+
+@pytest.mark.parametrize("action", [Action.LAYOUT, Action.RESTART])
+def test_no_plan_is_slower_than_the_layout_that_is_there(action: Action) -> None:
+    """A small model in as much memory as its layout needs."""
+    job = Job(
+        name="job",
+        layout=Layout.grid(dp=3, pp=3, tp=4, layers=6, units=4),
+        microbatches=6,
+        model=ModelShape(layers=6, hidden=256, heads=4, kv_heads=4, ffn=1024, vocab=1000),
+        tokens_per_microbatch=1,
+        actions=(action,),
+    )
+    peak = max(simulate(job, job.layout).peak_bytes.values())
+    job = replace(job, memory=Memory(budget_bytes=int(peak) + 1))
+    now = simulate(job, job.layout, speeds={0: 0.5}).step_ms
+    assert make_plan(job, {0: 0.5}).step_ms <= now * (1 + 1e-9)
