@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
+from numbers import Integral
 
 from .errors import ContractError
 from .faults import Protection
@@ -248,8 +249,9 @@ class Job:
             raise ContractError("chunks", f"is {self.chunks}, but the layout's stages hold {held}")
         if not self.quotas:
             object.__setattr__(self, "quotas", even_quotas(self.microbatches, self.layout.dp))
-        if len(self.quotas) != self.layout.dp or min(self.quotas) < 0:
-            raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
+        if len(self.quotas) != self.layout.dp or not all(map(_is_count, self.quotas)):
+            problem = "must have one whole number, 0 or more, for each replica"
+            raise ContractError("quotas", problem)
         if Schedule.INTERLEAVED in self.schedules:
             raise ContractError("schedules", "plans cannot be made for interleaved stages")
         if sum(self.quotas) != self.microbatches:
@@ -263,8 +265,14 @@ class Job:
 
 def even_quotas(microbatches: int, replicas: int) -> tuple[int, ...]:
     """`microbatches` spread over `replicas` as evenly as they go, the larger parts first."""
+    if replicas < 1:
+        raise ContractError("replicas", f"must be 1 or more, not {replicas}")
     size, extra = divmod(microbatches, replicas)
     return tuple(size + (index < extra) for index in range(replicas))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and int(value) >= 0
 
 
 def _require_positive(value: object, *names: str, least: float = 0.0) -> None:

@@ -102,7 +102,10 @@ class TelemetryBatch:
     dropped: int = 0
 
     def __post_init__(self) -> None:
-        size = np.size(self.rank)
+        try:
+            size = np.size(self.rank)
+        except ValueError:  # rows of unlike lengths
+            size = -1
         for name in COLUMNS:
             object.__setattr__(self, name, _column(name, getattr(self, name), size))
         _check_values(self)

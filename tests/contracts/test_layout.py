@@ -159,6 +159,15 @@ def test_a_slow_link_has_a_finite_factor():
 def test_a_job_without_quotas_spreads_its_microbatches():
     job = Job(name="j", layout=Layout.grid(dp=3, pp=1, tp=1, layers=1), microbatches=7)
     assert job.quotas == (3, 2, 2)
+    with pytest.raises(ContractError, match="replicas"):
+        even_quotas(5, 0)
+
+
+@pytest.mark.parametrize("quotas", [(2.5, 1.5), (5, -1), (4,)])
+def test_quotas_are_whole_numbers_one_for_each_replica(quotas):
+    layout = Layout.grid(dp=2, pp=1, tp=1, layers=2)
+    with pytest.raises(ContractError, match="quotas"):
+        Job(name="j", layout=layout, microbatches=4, quotas=quotas)
 
 
 def test_a_replica_holds_no_more_in_flight_than_the_stages_before_it():

@@ -61,3 +61,10 @@ def test_equality_sees_every_field():
     for other in (batch([2]), batch([1], dropped=1), batch([1], wait_ms=[0.0]), batch([1, 1])):
         assert batch([1]) != other
     assert batch([1]) != 1
+
+
+@pytest.mark.parametrize("column", ["rank", "step"])
+def test_rows_of_unlike_lengths_are_no_column(column):
+    given = {key: [0, 0] for key in ("rank", "step", "microbatch", "op", "compute_ms")}
+    with pytest.raises(ContractError, match=column):
+        TelemetryBatch(**{**given, column: [[0], [1, 2]]})
