@@ -110,7 +110,7 @@ def _of_tensor(form: Form, tensor: Any) -> Snapshot | None:
 
 
 def _reduced(form: Form, values: Any) -> Any:
-    """Reduce a mask to its row sums, which are small; keep other forms. Tensors and arrays alike.
+    """Reduce a mask to what is small; keep other forms. Tensors and arrays alike.
 
     Two dimensions: a padding mask, nonzero at tokens. Three or four: nonzero where a position
     attends to another, of the first head; floating masks are additive (0 attends).
@@ -121,8 +121,21 @@ def _reduced(form: Form, values: Any) -> Any:
         values = values[:, 0]
     if values.ndim not in (2, 3):
         raise ContractError("attention_mask", f"must have 2 to 4 dimensions, not {values.ndim}")
-    additive = values.ndim == 3 and "float" in str(values.dtype)
-    return ((values == 0) if additive else (values != 0)).sum(-1)
+    if values.ndim == 2:
+        return (values != 0).sum(-1)
+    return _reduced_attention((values == 0) if "float" in str(values.dtype) else (values != 0))
+
+
+def _reduced_attention(attends: Any) -> Any:
+    """Reduce `attends` (rows, queries, positions) to (rows, positions): 0 at padding, to which none
+    attends, 1 at the first token of a sequence, 2 at the others, each of which attends to the one
+    before. With other queries than positions, as one for all, to the tokens of each row.
+    """
+    codes = attends.any(-2) + 0
+    if attends.shape[-2] != attends.shape[-1]:
+        return codes.sum(-1)
+    codes[:, 1:] *= attends.diagonal(-1, -2, -1) + 1
+    return codes
 
 
 def _lengths(form: Form, values: NDArray[Any]) -> tuple[int, ...]:
@@ -135,7 +148,8 @@ def _lengths(form: Form, values: NDArray[Any]) -> tuple[int, ...]:
     elif values.ndim == 1:
         lengths = values
     else:
-        return tuple(length for row in values.tolist() for length in _runs(row))
+        codes = values.ravel()
+        lengths = np.add.reduceat(codes > 0, np.flatnonzero(codes == 1), dtype=np.int64)
     return tuple(lengths.tolist())
 
 
@@ -150,32 +164,3 @@ def _between_restarts(positions: NDArray[Any]) -> NDArray[Any]:
     begins = np.ones(rows.shape, bool)
     begins[:, 1:] = np.diff(rows, axis=-1) != 1
     return np.diff(np.flatnonzero(begins), append=rows.size)
-
-
-def _runs(attended: list[int]) -> list[int]:
-    """Lengths of the packed sequences of one row, from the number of positions that each position
-    attends to: 1, 2, …, n in a causal sequence, n, n, …, n in a bidirectional one, 0 at padding.
-    """
-    lengths: list[int] = []
-    if _is_causal(attended):
-        for count in attended:
-            if count == 1:
-                lengths.append(1)
-            elif count:
-                lengths[-1] = count
-        return lengths
-    at = 0
-    while at < len(attended):
-        if attended[at]:
-            lengths.append(attended[at])
-        at += max(1, attended[at])
-    return lengths
-
-
-def _is_causal(attended: list[int]) -> bool:
-    previous = 0
-    for count in attended:
-        if count not in (0, 1) and (count != previous + 1 or previous == 0):
-            return False
-        previous = count
-    return True

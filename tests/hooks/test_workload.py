@@ -74,6 +74,40 @@ def test_a_mask_of_what_attends_to_what(rows, causal, padding):
         assert features(snapshot(None, None, array)) == work
 
 
+CAUSAL = np.tril(np.ones((8, 8), bool))
+BEGINNING, END = np.arange(8) < 5, np.arange(8) >= 3
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths"),
+    [
+        (CAUSAL & BEGINNING, [5]),
+        (CAUSAL & BEGINNING & BEGINNING[:, None], [5]),
+        (CAUSAL & END, [5]),
+        (BEGINNING & np.ones((8, 8), bool), [5]),
+        (BEGINNING & np.ones((1, 8), bool), [5]),
+        (CAUSAL & ~np.tril(np.ones((8, 8), bool), -3), [8]),
+        (CAUSAL | (np.arange(8) < 3), [8]),
+        (np.abs(np.subtract.outer(np.arange(8), np.arange(8))) < 2, [8]),
+        (np.zeros((8, 8), bool), []),
+    ],
+    ids=[
+        "causal, padding after the tokens",
+        "causal, padding attends to nothing",
+        "causal, padding before the tokens",
+        "bidirectional, padding after the tokens",
+        "one line for all positions",
+        "sliding window",
+        "prefix",
+        "bidirectional window",
+        "nothing",
+    ],
+)
+def test_a_mask_of_one_sequence(mask, lengths):
+    for array in kinds(np.stack([mask, mask])):
+        assert features(snapshot(None, None, array)) == expected(lengths * 2)
+
+
 def test_a_snapshot_is_not_touched_by_what_happens_to_the_buffer_later():
     for buffer in (np.array([3, 4]), torch.tensor([3, 4]), [3, 4]):
         taken = snapshot(buffer, None, None)
