@@ -40,11 +40,13 @@ class Snapshot:
     """A copy of lengths, possibly still in transfer from a device.
 
     arrived  event after which `values` may be read; None if at once
+    times    how often they count: once for each row that shares them
     """
 
     form: Form
     values: Any
     arrived: Any = None
+    times: int = 1
 
     def ready(self) -> bool:
         """Return whether the values may be read."""
@@ -85,7 +87,7 @@ def features(work: Work) -> Features:
     if isinstance(work, Features):
         return work
     if isinstance(work, Snapshot):
-        work = _lengths(work.form, np.asarray(work.values))
+        work = _lengths(work.form, np.asarray(work.values)) * work.times
     if not work:
         return Features(0, 0, 0, 0)
     tokens = sum(work)

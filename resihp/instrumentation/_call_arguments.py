@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 
-from resihp.hooks._workload import Form, Work, snapshot_of
+from resihp.hooks._workload import Form, Snapshot, Work, snapshot_of
 
 Lengths = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Function of a call's arguments that returns the lengths of its sequences."""
@@ -35,8 +37,8 @@ def work_of_call(
 
     In this order: `lengths`; cumulative lengths; lengths; a mask; positions that restart; the
     shape of the input: rows of tokens if it holds whole numbers, otherwise rows, positions and
-    features. A mask of other than two to four
-    dimensions counts as absent.
+    features. A mask of other than two to four dimensions counts as absent. A mask or positions of
+    one row count for each row of the input.
     """
     if lengths is not None:
         return snapshot_of(Form.SEQ_LENS, lengths(tuple(args), dict(kwargs)))
@@ -47,14 +49,30 @@ def work_of_call(
         for name, form in _NAMES.items():
             value = kwargs.get(name)
             if value is not None and _is_usable(form, value):
-                return snapshot_of(form, value)
-    for name in _INPUTS:
-        if name in kwargs and _is_input(kwargs[name]):
-            return _work_of_shape(kwargs[name])
-    for value in args:
-        if _is_input(value):
-            return _work_of_shape(value)
-    return None
+                work = snapshot_of(form, value)
+                times = _rows_sharing(form, value, _input(args, kwargs))
+                return replace(work, times=times) if isinstance(work, Snapshot) else work
+    tensor = _input(args, kwargs)
+    return None if tensor is None else _work_of_shape(tensor)
+
+
+def _input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    named = (kwargs[name] for name in _INPUTS if name in kwargs)
+    return next((value for value in chain(named, args) if _is_input(value)), None)
+
+
+def _rows_sharing(form: Form, value: Any, tensor: torch.Tensor | None) -> int:
+    """Return the number of rows of the input that share a mask or positions of one row."""
+    if form is Form.ATTENTION_MASK:
+        rows = value.shape[0]
+    elif form is Form.POSITION_IDS:
+        rows = value.shape[-2] if value.ndim > 1 else 1
+    else:
+        return 1
+    if rows != 1 or tensor is None or tensor.is_nested:
+        return 1
+    has_rows = tensor.ndim >= (3 if tensor.is_floating_point() else 2)
+    return tensor.shape[0] if has_rows and tensor.shape[1] == value.shape[-1] else 1
 
 
 def _is_input(value: Any) -> bool:

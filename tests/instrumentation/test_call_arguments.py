@@ -11,6 +11,7 @@ from resihp.instrumentation._call_arguments import work_of_call
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+CAUSAL = torch.ones(8, 8).tril().bool()
 PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]])
 
 
@@ -24,6 +25,15 @@ PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]])
         ((), {"input_ids": IDS[:1], "position_ids": PACKED}, [3, 5]),
         ((), {"input_ids": IDS[:1], "position_ids": PACKED[0]}, [3, 5]),
         ((), {"input_ids": IDS[:1], "position_ids": PACKED.expand(3, 1, 8)}, [3, 5]),
+        ((), {"input_ids": IDS, "position_ids": torch.arange(8)}, [8, 8]),
+        ((IDS,), {"position_ids": torch.arange(8)[None]}, [8, 8]),
+        ((), {"inputs_embeds": torch.ones(2, 8, 4), "position_ids": PACKED}, [3, 5, 3, 5]),
+        ((IDS,), {"position_ids": PACKED.expand(3, 1, 8)}, [3, 5, 3, 5]),
+        ((IDS,), {"position_ids": torch.arange(8).expand(2, 8)}, [8, 8]),
+        ((torch.ones(3, 4, 5),), {"position_ids": PACKED}, [3, 5]),
+        ((IDS,), {"attention_mask": CAUSAL[None, None]}, [8, 8]),
+        ((IDS,), {"attention_mask": CAUSAL.expand(2, 1, 8, 8)}, [8, 8]),
+        ((), {"attention_mask": CAUSAL[None]}, [8]),
         ((IDS,), {"cu_seqlens": torch.tensor([0, 3, 8])}, [3, 5]),
         ((IDS,), {"cu_seq_lens_q": torch.tensor([0, 3, 8]), "attention_mask": None}, [3, 5]),
         ((IDS,), {"seq_lens": [3, 5]}, [3, 5]),
