@@ -37,8 +37,9 @@ def work_of_call(
 
     In this order: `lengths`; cumulative lengths; lengths; a mask; positions that restart; the
     shape of the input: rows of tokens if it holds whole numbers, otherwise rows, positions and
-    features. A mask of other than two to four dimensions counts as absent. A mask or positions of
-    one row count for each row of the input.
+    features; a nested tensor's rows have their own lengths. A mask of other than two to four
+    dimensions, or nested, counts as absent. A mask or positions of one row count for each row of
+    the input.
     """
     if lengths is not None:
         return snapshot_of(Form.SEQ_LENS, lengths(tuple(args), dict(kwargs)))
@@ -82,12 +83,16 @@ def _is_input(value: Any) -> bool:
 def _is_usable(form: Form, value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return form in (Form.SEQ_LENS, Form.CU_SEQLENS)
+    if value.is_nested:
+        return False
     if form is Form.ATTENTION_MASK:
         return 2 <= value.ndim <= 4
     return not value.is_floating_point() and value.ndim <= 3
 
 
-def _work_of_shape(tensor: torch.Tensor) -> Work:
+def _work_of_shape(tensor: torch.Tensor) -> Work | None:
+    if tensor.is_nested:
+        return _work_of_nested(tensor)
     shape = tensor.shape
     if tensor.is_floating_point():
         positions = shape[1:-1] if len(shape) < 4 else shape[2:]
@@ -95,3 +100,12 @@ def _work_of_shape(tensor: torch.Tensor) -> Work:
     if len(shape) == 1:
         return (shape[0],)
     return (shape[1],) * shape[0]
+
+
+def _work_of_nested(tensor: Any) -> Work | None:
+    if tensor.layout is not torch.jagged:
+        return tuple(len(row) for row in tensor.unbind())
+    lengths = tensor.lengths()  # None but where there are gaps between the rows
+    if lengths is None:
+        return snapshot_of(Form.CU_SEQLENS, tensor.offsets())
+    return snapshot_of(Form.SEQ_LENS, lengths)

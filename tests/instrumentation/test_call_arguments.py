@@ -54,6 +54,28 @@ def test_work(args, kwargs, lengths):
     assert found.max_len == max(lengths)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors(layout):
+    rows = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=layout)
+    ids = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=layout)
+    for args, kwargs in (((rows,), {}), ((), {"input_ids": ids, "position_ids": ids})):
+        work = work_of_call(args, kwargs, None)
+        assert work is not None
+        assert features(work) == (8, 2, 34, 5)
+
+
+def test_a_nested_tensor_with_gaps():
+    starts, lengths = torch.tensor([0, 2]), torch.tensor([3, 5])
+    rows = torch.nested.narrow(torch.ones(2, 8, 4), 1, starts, lengths, layout=torch.jagged)
+    work = work_of_call((rows,), {"position_ids": PACKED}, None)
+    assert work is not None
+    assert features(work)[:2] == (8, 2)
+    work = work_of_call((rows,), {}, None)
+    assert work is not None
+    assert features(work) == (8, 2, 34, 5)
+
+
 def test_calls_that_tell_nothing():
     assert work_of_call((), {}, None) is None
     assert work_of_call((torch.tensor(1.0), "text"), {}, None) is None
