@@ -131,16 +131,16 @@ class PassTimer:
             self._drop()
         if recording.open is not None and _is_step(recording.open):
             self._enter(recording.kind(recording, OPTIMIZER, -1, 0, -1, None))
-        elif not self._has_begun:
-            recording.failures.warn_once(
-                "passes",
-                "the optimizer of an instrumented model was stepped before any forward pass was "
-                "seen: give `instrument` what the loop calls, the wrapped or compiled model",
-            )
 
     def end_update(self) -> None:
         """End the optimizer's update, and the step with it, also where the update ran the passes:
         `optimizer.step(closure)`."""
+        if not self._has_begun:
+            self.recording.failures.warn_once(
+                "passes",
+                "the optimizer of an instrumented model was stepped before any forward pass was "
+                "seen: give `instrument` what the loop calls, the wrapped or compiled model",
+            )
         if self.op == OPTIMIZER:
             self.end()
         if self._open is None:

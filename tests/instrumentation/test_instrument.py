@@ -162,7 +162,7 @@ def test_update_inside_the_backward_pass_ends_the_step_after_it(observe):
     assert loop.passes() == one_step(0)[:2] + one_step(1)[:2]
 
 
-def test_update_that_runs_the_passes_ends_the_step(observe):
+def test_update_that_runs_the_passes_ends_the_step(observe, caplog):
     loop = observe()
 
     def closure():
@@ -173,6 +173,7 @@ def test_update_that_runs_the_passes_ends_the_step(observe):
     for _ in range(2):
         loop.optimizer.step(closure)
     assert loop.passes() == [(step, op, 0) for step in (0, 1) for op in (FORWARD, BACKWARD)]
+    assert not caplog.text
 
 
 def test_other_models_and_optimizers_are_left_alone(observe):
