@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -48,6 +49,16 @@ def readable(command: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None and error.strerror:
             words = f"{error.filename}: {error.strerror.lower()}"
         fail(words, f"resihp {command}")
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file. Raises `ContractError` that names it if it holds no UTF-8."""
+    from resihp.contracts import ContractError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ContractError(str(path), "is not a text file in UTF-8") from None
 
 
 def fail(problem: str, source: str = "resihp") -> NoReturn:

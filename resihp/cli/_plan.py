@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._app import app, readable
+from ._app import app, readable, text_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,7 +54,7 @@ def plan_command(
     from scheduler.switching_rule import with_restart
 
     with readable("plan"):
-        job = parse_job(job_file.read_text(encoding="utf-8"))
+        job = parse_job(text_of(job_file))
         known = read_speeds(speeds)
         if time_limit is not None and not time_limit > 0:
             raise ContractError("time-limit", "must be above 0")
@@ -81,7 +81,7 @@ def read_speeds(given: str) -> dict[int, float]:
     if not given.lstrip().startswith(("{", "[")):
         if not Path(given).is_file():
             raise ContractError("speeds", f"{given!r} is neither JSON nor a file")
-        text = Path(given).read_text(encoding="utf-8")
+        text = text_of(Path(given))
     try:
         document = loads(text, object_pairs_hook=tuple)  # keeps a rank that stands twice
     except (ValueError, RecursionError) as error:
@@ -95,7 +95,7 @@ def read_speeds(given: str) -> dict[int, float]:
         if not name.isdecimal() or len(name) > _DIGITS:
             raise ContractError(f"speeds.{name[:_DIGITS]}", "the key must be a rank")
         if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 <= speed < 100:
-            raise ContractError(f"speeds.{name}", "must be a speed, 0 or more")
+            raise ContractError(f"speeds.{name}", "must be a speed, at least 0 and below 100")
         if int(name) in known:
             raise ContractError(f"speeds.{name}", "stands twice")
         known[int(name)] = float(speed)

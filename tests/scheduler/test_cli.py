@@ -49,10 +49,12 @@ assert _plan.app is _simulate.app is app  # importing them registers both comman
 def run(tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "faults.toml").write_text(FAULTS)
+    (tmp_path / "binary.toml").write_bytes(b"\xd8\xc7")
     (tmp_path / "elsewhere.toml").write_text(FAULTS.replace("rank = 1", "rank = 99"))
 
     def invoke(*arguments):
         files = {"JOB": tmp_path / "job.toml", "FAULTS": tmp_path / "faults.toml"}
+        files["BINARY"] = tmp_path / "binary.toml"
         files["ELSEWHERE"] = tmp_path / "elsewhere.toml"
         return CliRunner().invoke(app, [str(files.get(a, a)) for a in arguments])
 
@@ -207,6 +209,10 @@ def test_a_job_that_cannot_be_planned_is_one_line(run, tmp_path, old, new, said)
     [
         (("plan", "nowhere.toml"), "nowhere.toml: no such file"),
         (("plan", "JOB", "--speeds", '{"1": "fast"}'), "speeds.1"),
+        (("plan", "JOB", "--speeds", '{"1": 100}'), "at least 0 and below 100"),
+        (("plan", "BINARY"), "binary.toml: is not a text file"),
+        (("plan", "JOB", "--speeds", "BINARY"), "binary.toml: is not a text file"),
+        (("simulate", "JOB", "--scenario", "BINARY"), "binary.toml: is not a text file"),
         (("plan", "JOB", "--speeds", '{"one": 1}'), "speeds.one"),
         (("plan", "FAULTS"), "hours"),
         (("plan", "JOB", "--speeds", '{"0": 1, "00": 0.5}'), "speeds.00: stands twice"),
