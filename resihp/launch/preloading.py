@@ -67,7 +67,12 @@ def top_level_imports(command: Command) -> list[str]:
 
 
 def can_be_preloaded(name: str) -> bool:
-    """Import a module in this process; whether processes may be forked that have imported it."""
+    """Import a module in this process; whether processes may be forked that have imported it.
+
+    The variables of ranks are removed: a library that copies all of them asks for none of these.
+    """
+    for key in [key for key in os.environ if key.startswith(_OF_A_RANK)]:
+        del os.environ[key]
     found = _watched_calls()
     threads, state = _native_threads(), _state()
     try:

@@ -80,7 +80,12 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
     done = subprocess.run(
         [sys.executable, "-c", TRIALS, *names],
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "RESIHP_URL": "http://127.0.0.1:1",
+            "CUDA_VISIBLE_DEVICES": "0",
+        },
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
