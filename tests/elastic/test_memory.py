@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from resihp.contracts import (
     ContractError,
@@ -28,6 +27,7 @@ from resihp.elastic.step.memory import LiveTensors
 from resihp.elastic.step.setup import Recompute
 from resihp.elastic.step.shard import initial_shard
 from scheduler import make_plan, simulate
+from tests.elastic.operators import NoteOperators
 from tests.elastic.threads import on_ranks
 
 TOKENS, QUOTA = 256, 3
@@ -140,18 +140,14 @@ def test_microbatches_share_one_copy_of_the_weights_in_16_bits(
     plan = Plan(version=0, layout=layout, quotas=(QUOTA,))
     casts: Counter[int] = Counter()
 
-    class CountCasts(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.ops.aten._to_copy.default and kwargs["dtype"] is torch.bfloat16:
-                casts[args[0].data_ptr()] += 1
-            return func(*args, **(kwargs or {}))
+    def note(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
+            casts[args[0].data_ptr()] += 1
 
     def run_rank(factory: ProcessGroupFactory) -> list[int]:
         groups = build_layout_groups(factory, layout, setup.model.parameters, name="generation")
         shard = initial_shard(setup.model, setup.optimizer, groups)
-        with CountCasts():
+        with NoteOperators(note):
             Engine(setup, groups, shard, plan, factory.waited).accumulate(0)
         return [casts[param.data_ptr()] for param in shard.tensors.values()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -11,36 +12,16 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from resihp.contracts import ModelShape
 from resihp.elastic.models import Mixture
 from resihp.elastic.models.mixture import MixtureLayer
 from resihp.elastic.process_groups.abortable import AbortableProcessGroup
+from tests.elastic.operators import NoteOperators
 
+WAITS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+"""Of operators whose results' shape or value the host must know."""
 TOKENS, SHAPE = 48, ModelShape(layers=1, hidden=32, heads=4, kv_heads=2, ffn=24, vocab=61)
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators whose results' shape or value the host must know, and whole activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting = self.activations = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        waits = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-        self.waiting += bool(waits & set(func.tags))
-        if isinstance(result, torch.Tensor):
-            self.activations += result.numel() >= TOKENS * SHAPE.hidden
-        return result
 
 
 class Reads(TorchFunctionMode):
@@ -106,13 +87,21 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(experts: int, top_k: int) 
 
 
 def test_neither_waits_nor_activations_grow_with_the_experts() -> None:
+    seen: Counter[str] = Counter()
+
+    def note(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        seen["waiting"] += bool(WAITS & set(func.tags))
+        if isinstance(result, torch.Tensor):
+            seen["activations"] += result.numel() >= TOKENS * SHAPE.hidden
+
     activations = []
     for experts in (4, 16):
         made, x_TD = layer(experts, top_k=2), tokens()
-        with Operators() as operators, Reads() as reads:
+        seen.clear()
+        with NoteOperators(note), Reads() as reads:
             out_TD = made.ffn(x_TD)
             assert reads.count == 1, "of the tokens that each expert gets"
             out_TD.sum().backward()
-        assert (operators.waiting, reads.count) == (0, 1)
-        activations.append(operators.activations)
+        assert (seen["waiting"], reads.count) == (0, 1)
+        activations.append(seen["activations"])
     assert activations[0] == activations[1]

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from resihp.elastic.models import Model, Packed
 from resihp.elastic.process_groups.abortable import AbortableProcessGroup
+from tests.elastic.operators import NoteOperators
 from tests.elastic.test_models import MODELS, batch
 
 LOW = torch.bfloat16
-
-
-class Casts(TorchDispatchMode):
-    """Counts casts to low precision of tensors of one shape."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is LOW:
-            self.count += args[0].shape == self.shape
-        return func(*args, **kwargs)
 
 
 def casts_of(model: Model, packed: Packed, *, low: bool) -> int:
@@ -46,9 +25,16 @@ def casts_of(model: Model, packed: Packed, *, low: bool) -> int:
     for parameter in module.parameters():
         torch.nn.init.ones_(parameter)
     x_TD = torch.ones(len(packed.tokens), model.width, requires_grad=True)
-    with Casts(x_TD.shape) as casts, torch.autocast("cpu", LOW, enabled=low):
+    casts: list[Any] = []
+
+    def note(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is LOW
+        if is_cast and args[0].shape == x_TD.shape:
+            casts.append(func)
+
+    with NoteOperators(note), torch.autocast("cpu", LOW, enabled=low):
         module(x_TD, packed)
-    return casts.count
+    return len(casts)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from resihp.elastic.models.rope import DynamicRope, LinearRope, Llama3Rope, Rope, YarnRope, rotary
+from tests.elastic.operators import NoteOperators
 
 HEAD_DIM, CPU, META = 16, torch.device("cpu"), torch.device("meta")
 ROPES = {
@@ -24,28 +24,6 @@ ROPES = {
     ),
     "yarn": YarnRope(factor=8.0, original_max_position_embeddings=64),
 }
-
-
-class Copies(TorchDispatchMode):
-    """Counts operators, and copies from the host to the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators = self.from_host = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.device == META:
-            sources = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            self.operators += 1
-            self.from_host += any(source.device == CPU for source in sources)
-        return result
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
@@ -63,10 +41,19 @@ def test_positions_restart_with_each_document(rope: Rope, seq_lens: tuple[int, .
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_one_copy_reaches_the_device_for_any_number_of_documents(rope: Rope) -> None:
+    seen: Counter[str] = Counter()
+
+    def note(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if isinstance(result, torch.Tensor) and result.device == META:
+            sources = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            seen["operators"] += 1
+            seen["from host"] += any(source.device == CPU for source in sources)
+
     operators = []
     for seq_lens in ((33,), (5, 7, 9, 12) * 8):
-        with Copies() as copies:
+        seen.clear()
+        with NoteOperators(note):
             rotary(rope, seq_lens, HEAD_DIM, META)
-        assert copies.from_host == 1
-        operators.append(copies.operators)
+        assert seen["from host"] == 1
+        operators.append(seen["operators"])
     assert operators[0] == operators[1]
