@@ -1,7 +1,7 @@
 """Cost of each cause in a recorded job: the job is replayed with that cause removed.
 
 device      every pass takes the time of the same work on the peers of its stage
-workload    every pass takes the mean of its device
+workload    every pass takes the mean of its device, for the mean work of all replicas
 stage       every stage takes as long as the median one
 comm        every transfer and collective is as fast as in its best cases, and at most a fair
             share of the step is exposed communication

@@ -27,6 +27,7 @@ EFFECTS = (Cause.DEVICE, Cause.STAGE_IMBALANCE, Cause.SEQUENCE_IMBALANCE)
 SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, size))
 """Every set of effects that can be removed together."""
 
+_MICROBATCHES = (2, 3, 4)  # axes of all microbatches of the job
 _MEMBERS = 0.03  # largest distance of healthy members of a group (log)
 _SHIFT_SIGMAS = 4.0  # least shift of a device from its usual level, in standard deviations
 _SHIFT_LEAST = 0.02  # least shift of a device from its usual level (log)
@@ -59,8 +60,7 @@ class Effects:
     @cached_property
     def device(self) -> NDArray[np.float64]:
         """Factor [1, C, D, T, 1] by which a device is slower than its peers at that step."""
-        times = self._times
-        expected = self._expected()
+        times, expected = self._times, self._expected
         residual = _relative(times) if expected is None else np.log(times / expected)
         level = median(residual, axis=(0, 4))[0, :, :, :, 0]
         found = np.exp(np.nan_to_num(_steady(level, among_mates=self._among_mates)))
@@ -70,12 +70,11 @@ class Effects:
         """The times without some effects.
 
         Without the device effect, every device is as fast as its peers in every step. Without the
-        sequence effect, every microbatch holds the same work: each device takes its own mean.
-        Without the stage effect, every stage takes as long as the median one.
+        sequence effect, every microbatch of every replica holds the same work: each device takes
+        its own mean, less what is expected of its lasting work beyond that of others. Without
+        the stage effect, every stage takes as long as the median one.
         """
-        times = self._alike
-        if Cause.SEQUENCE_IMBALANCE in gone:
-            times = np.where(np.isnan(times), np.nan, mean(times, axis=(3, 4)))
+        times = self._evenly if Cause.SEQUENCE_IMBALANCE in gone else self._alike
         if Cause.STAGE_IMBALANCE in gone:
             times = times * self._stage
         return times if Cause.DEVICE in gone else times * self.device
@@ -98,6 +97,20 @@ class Effects:
         return np.asarray(self.times / self.device, np.float64)
 
     @cached_property
+    def _evenly(self) -> NDArray[np.float64]:
+        """The times if all devices were equally fast and all microbatches held the same work."""
+        times = self._alike
+        there = np.isfinite(times)
+        own = mean(times, axis=(3, 4))
+        if self._expected is not None:
+            expected = np.where(there, self._expected, np.nan)
+            held, usual = mean(expected, axis=(3, 4)), mean(expected, axis=_MICROBATCHES)
+            away = mean((expected - held) ** 2, axis=(3, 4))
+            unsure = _UNSURE * np.sqrt(away / np.maximum(there.sum(axis=(3, 4), keepdims=True), 1))
+            own = own * np.where(np.abs(held - usual) > unsure, usual / held, 1.0)
+        return np.where(there, own, np.nan)
+
+    @cached_property
     def _stage(self) -> NDArray[np.float64]:
         """Factor [2, C, 1, 1, 1] from a stage to the median one."""
         stage = quantile(mean(self._alike, axis=(3, 4)), 0.5, axis=2)
@@ -105,18 +118,17 @@ class Effects:
 
     @cached_property
     def shared_work(self) -> float:
-        """Share of the variation within a device that the work explains, 0 to 1.
+        """Share of the variation within a stage that the work explains, 0 to 1.
 
         With lengths, that is the squared correlation of the times with the expected ones. Without,
         work shows in every pass of a microbatch and noise only in one: it is the squared
         correlation of a pass with the mean of the microbatch's other passes.
         """
         logs = np.log(self._alike)
-        logs -= mean(logs, axis=(3, 4))
-        expected = self._expected() if self.work is not None else None
-        if expected is not None:
-            told = np.log(np.where(np.isnan(logs), np.nan, expected))
-            return _shared(logs, told - mean(told, axis=(3, 4)))
+        logs -= mean(logs, axis=_MICROBATCHES)
+        if self.work is not None and self._expected is not None:
+            told = np.log(np.where(np.isnan(logs), np.nan, self._expected))
+            return _shared(logs, told - mean(told, axis=_MICROBATCHES))
         passes = logs.reshape(logs.shape[0] * logs.shape[1], -1)
         count = np.isfinite(passes).sum(axis=0)
         total = np.nansum(passes, axis=0)
@@ -133,6 +145,7 @@ class Effects:
         """True where a device has no peers but the members of its tensor-parallel group."""
         return self.mates is not None and self.times.shape[2] == 1
 
+    @cached_property
     def _expected(self) -> NDArray[np.float64] | None:
         """Times of a healthy device of the stage for the same work; None where they are unknown."""
         usual = self.mates if self._among_mates and self.mates is not None else self._times

@@ -28,13 +28,14 @@ def job_of(layout, microbatches, **other):
     return Job(name="made up", layout=layout, microbatches=microbatches * layout.dp, **other)
 
 
-def records(job, *, steps=6, seed=0, slow=None, lengths=False, spread=0.0, noise=0.002):
-    """Compute records of every rank; `slow` maps ranks to factors from step 2 on."""
+def records(job, *, steps=6, seed=0, slow=None, lengths=False, spread=0.0, noise=0.002, more=None):
+    """Compute records of every rank; `slow` maps ranks to factors from step 2 on, and `more`
+    replicas to factors of their work."""
     rng = np.random.default_rng(seed)
     rows = []
     for step in range(steps):
         for d, replica in enumerate(job.layout.replicas):
-            work = np.exp(spread * rng.standard_normal(job.quotas[d]))
+            work = np.exp(spread * rng.standard_normal(job.quotas[d])) * (more or {}).get(d, 1.0)
             for stage in replica.stages:
                 for rank in stage.ranks:
                     factor = (slow or {}).get(rank, 1.0) if step >= 2 else 1.0
@@ -127,6 +128,22 @@ def test_lengths_tell_work_from_devices_even_without_a_pipeline(dp):
     if dp > 1:
         long = diagnose(job, job.layout, [records(job, lengths=True, spread=0.4)])
         assert long.root_cause is Cause.SEQUENCE_IMBALANCE
+
+
+@pytest.mark.parametrize(("pp", "lengths"), [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize("factor", [1.5, 8.0])
+def test_lasting_work_of_one_replica_is_work(pp, lengths, factor):
+    """All of its microbatches are alike: none is longer than the others of its replica."""
+    job = job_of(Layout.grid(dp=8, pp=pp, tp=1, layers=4), 4)
+    given = records(job, lengths=lengths, more={5: factor}, noise=0.01)
+    diagnosis = diagnose(job, job.layout, [given])
+    assert diagnosis.root_cause is Cause.SEQUENCE_IMBALANCE
+    assert diagnosis.attribution[Cause.SEQUENCE_IMBALANCE] > 0.9
+    assert f"the fullest replica {factor * 8 / (7 + factor):.2f}x" in diagnosis.detail[0]
+    (rank,) = job.layout.replicas[5].stages[0].ranks
+    both = records(job, lengths=lengths, more={5: 1.5}, slow={rank: 2.0}, noise=0.01)
+    found = diagnose(job, job.layout, [both]).attribution
+    assert min(found[Cause.DEVICE], found[Cause.SEQUENCE_IMBALANCE]) > 0.2
 
 
 @pytest.mark.parametrize("lengths", [True, False])
