@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from .errors import ContractError
 
@@ -20,8 +21,9 @@ class FaultRate:
     observed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.prior_mtbf_s > 0.0 or self.faults < 0 or not self.observed_s >= 0.0:
-            raise ContractError("faults", "prior_mtbf_s must be above 0, what was seen 0 or more")
+        if not 0.0 < self.prior_mtbf_s < inf or self.faults < 0 or not 0.0 <= self.observed_s < inf:
+            reason = "prior_mtbf_s must be above 0, what was seen 0 or more, both finite"
+            raise ContractError("faults", reason)
 
     @property
     def mtbf_s(self) -> float:

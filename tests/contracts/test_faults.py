@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,5 +44,9 @@ def test_it_travels_with_the_job() -> None:
 def test_a_checkpoint_costs_no_more_than_its_interval(wrong: dict[str, float]) -> None:
     with pytest.raises(ContractError, match="cost_s"):
         Protection(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [(0.0,), (math.inf,), (1.0, -1), (1.0, 0, math.inf)])
+def test_a_rate_is_of_finite_times(wrong: tuple[float, ...]) -> None:
     with pytest.raises(ContractError, match="prior_mtbf_s"):
-        FaultRate(0.0)
+        FaultRate(*wrong)
