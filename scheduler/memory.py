@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,9 +34,9 @@ class MemoryFootprint:
                         `activations`, and by the head
     layer_split_pass, head_split_pass  most that such a pass needs on top, once
     boundary_bytes      output of a stage, kept for each microbatch in flight
-    reduce_share        of the state, again, for gradients summed over replicas: of all but the
-                        first layer and the embedding while the last backward pass runs through that
-    update              most that the optimizer needs, when no activations are held
+    reduce_share        of the state, again, for gradients summed over replicas
+    update_share        of the state, again, that the optimizer copies for an update
+    update              most that it needs besides, when no activations are held
     """
 
     layer: RankAmount
@@ -54,6 +54,7 @@ class MemoryFootprint:
     head_split_pass: RankAmount
     boundary_bytes: float
     reduce_share: float
+    update_share: float
     update: RankAmount
 
     @classmethod
@@ -87,6 +88,7 @@ class MemoryFootprint:
             head_split_pass=memory.head_split_pass or _less(memory.head_pass, memory.head_split),
             boundary_bytes=memory.boundary_bytes,
             reduce_share=reduced / per_param if per_param else 0.0,
+            update_share=memory.update_bytes_per_param / per_param if per_param else 0.0,
             update=memory.update,
         )
 
@@ -114,9 +116,9 @@ class MemoryFootprint:
         held = _of_share(self.layer, widest)
         room = self.budget_bytes - state - besides - np.maximum(layer, head)
         fits = room / np.maximum(held + each, 1e-9)
-        room = self.budget_bytes - self._reducing(widest, first)
-        reducing = room / (1.0 + self.reduce_share) - state
-        fits = np.minimum(fits, reducing / np.maximum(held, 1e-9))
+        for share, besides in self._after_passes(widest, first):
+            most = (self.budget_bytes - besides) / (1.0 + share) - state
+            fits = np.minimum(fits, most / np.maximum(held, 1e-9))
         return np.asarray(np.clip(np.floor(fits + 1e-9), 0, _UNLIMITED), np.int64)
 
     def stage_bytes(
@@ -129,9 +131,10 @@ class MemoryFootprint:
         state = layers * _of_share(self.layer, shares) + self._ends(shares, first, is_last)
         layer, head = self._working(shares, np.array(split), is_last)
         each, besides = self._held(shares, np.array(in_flight), np.array(split), first, is_last)
-        passes = layers * each + besides + np.maximum(layer if layers else 0.0, head)
-        reducing = state * self.reduce_share + self._reducing(shares, first)
-        found: list[float] = (state + np.maximum(passes, reducing)).tolist()
+        most = layers * each + besides + np.maximum(layer if layers else 0.0, head)
+        for share, besides in self._after_passes(shares, first):
+            most = np.maximum(most, share * state + besides)
+        found: list[float] = (state + most).tolist()
         return found
 
     def _ends(self, shares: Floats, first: Flags, last: Flags) -> Floats:
@@ -160,17 +163,19 @@ class MemoryFootprint:
         head = np.where(is_split, _of_share(split_head, shares), _of_share(self.head_pass, shares))
         return layer, np.asarray(last * head, np.float64)
 
-    def _reducing(self, shares: Floats, first: Flags) -> Floats:
-        """Most that is needed beside state and summed gradients once no activations are held.
+    def _after_passes(self, shares: Floats, first: Flags) -> Iterator[tuple[float, Floats]]:
+        """What is needed beside the state once no activations are held: a share of the state, and
+        bytes besides.
 
-        While the last pass runs through the first layer, its gradients are not summed yet, nor
-        those of the embedding.
+        First in the update, for which the sums over replicas take the place of the gradients; then
+        while these are summed. The last pass still ends then; above the embedding it runs through a
+        layer whose gradients are not summed yet, nor those of the embedding.
         """
-        update = _of_share(self.update, shares)
-        if not self.reduce_share:
-            return update
-        later = _of_share(self.layer, shares) + first * _of_share(self.first, shares)
-        return np.maximum(update, _of_share(self.layer_pass, shares) - self.reduce_share * later)
+        yield self.update_share, _of_share(self.update, shares)
+        if self.reduce_share:
+            later = first * (_of_share(self.layer, shares) + _of_share(self.first, shares))
+            own_pass = _of_share(self.layer_pass, shares)
+            yield self.reduce_share, np.maximum(own_pass - self.reduce_share * later, 0.0)
 
 
 def _scaled(amount: RankAmount, factor: float) -> RankAmount:

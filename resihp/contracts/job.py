@@ -141,7 +141,8 @@ class Memory:
                        left of `layer_pass` and `head_pass`
     boundary_bytes     output of a stage for one microbatch
     reduce_bytes_per_param  of gradients summed over replicas, when no activations are held
-    update             most that the optimizer needs then
+    update_bytes_per_param  of copies that the optimizer makes for an update of all parameters
+    update             most that it needs besides
     """
 
     budget_bytes: int | None = None
@@ -162,10 +163,12 @@ class Memory:
     head_split_pass: RankAmount | None = None
     boundary_bytes: float = 0.0
     reduce_bytes_per_param: float = 0.0
+    update_bytes_per_param: float = 0.0
     update: RankAmount = field(default_factory=RankAmount)
 
     def __post_init__(self) -> None:
         _require_not_negative(self, "boundary_bytes", "reduce_bytes_per_param")
+        _require_not_negative(self, "update_bytes_per_param")
         if self.budget_bytes is not None:
             _require_positive(self, "budget_bytes")
         _require_not_negative(self, "bytes_per_param", "optimizer_bytes_per_param")

@@ -53,6 +53,11 @@ def batch(step: int, index: int) -> Packed:
     return Packed(ids[:-1], ids[1:], (TOKENS // 2, TOKENS - TOKENS // 2))
 
 
+def short_batch(step: int, index: int) -> Packed:
+    packed = batch(step, index)
+    return Packed(packed.tokens[:32], packed.targets[:32], (32,))
+
+
 def setup_of(model: str, recompute: Recompute | None = None) -> Setup:
     adamw = Optimizer(torch.optim.AdamW, lr=1e-3)
     return Setup(MODELS[model], adamw, batch, recompute=recompute)
@@ -74,7 +79,7 @@ def job_of(
         tokens_per_microbatch=TOKENS,
         schedule=schedule,
         recompute=setup.recompute == "layers",
-        memory=measure_memory(setup, batch(0, 0), budget_bytes=budget_bytes),
+        memory=measure_memory(setup, setup.data(0, 0), budget_bytes=budget_bytes),
     )
 
 
@@ -119,6 +124,22 @@ def test_the_predicted_peak_is_within_five_percent(model: str, name: str) -> Non
         assert predicted == pytest.approx(found, rel=0.05), f"recompute {recompute}"
         peaks.append(max(found.values()))
     assert peaks[0] > peaks[1] > peaks[2], "what is recomputed is not kept"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [("llama", "alone"), ("llama", "dp"), ("mixture", "tp")]
+)
+def test_it_is_so_where_the_optimizer_copies_all_parameters_at_once(model: str, name: str) -> None:
+    """As by default on accelerators."""
+    layout, peaks = LAYOUTS[name], []
+    for foreach in (False, True):
+        adamw = Optimizer(torch.optim.AdamW, lr=1e-3, foreach=foreach)
+        setup = replace(setup_of(model, "layers"), optimizer=adamw, data=short_batch)
+        job = job_of(setup, layout)
+        found = measured(setup, layout)
+        assert simulate(job, layout, job.quotas).peak_bytes == pytest.approx(found, rel=0.05)
+        peaks.append(max(found.values()))
+    assert peaks[1] > peaks[0] or layout.dp > 1, "sums over replicas take as much before"
 
 
 @pytest.mark.parametrize("model", ["llama", "mixture"])

@@ -80,11 +80,11 @@ def test_on_a_device_nothing_is_spilled_and_its_free_memory_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"mem_get_info": (1 << 30, 1 << 32), "memory_reserved": 3 << 29}
-    for name, found in {**sizes, "memory_allocated": 1 << 29}.items():
+    for name, found in {**sizes, "max_memory_allocated": 1 << 29}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     budget, device = ReshardBudget(1 << 12, tmp_path), torch.device("cuda", 0)
     assert budget.on(torch.device("cpu")) is budget
-    assert budget.on(device) == ReshardBudget(1 << 30, None)  # half of free and of cached
+    assert budget.on(device) == ReshardBudget(1 << 30, None)  # half of what is free or cached
     assert ReshardBudget(1 << 31).on(device).limit_bytes == 1 << 31
     assert budget.on(device).buffer_bytes >= budget.buffer_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (-(1 << 30), 1 << 32))

@@ -29,6 +29,7 @@ MEMORY = st.builds(
     head_split=AMOUNT,
     boundary_bytes=BYTES,
     reduce_bytes_per_param=st.floats(0.0, 4.0),
+    update_bytes_per_param=st.floats(0.0, 4.0),
     update=AMOUNT,
 )
 

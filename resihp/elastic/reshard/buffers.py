@@ -56,7 +56,8 @@ class ReshardBudget:
     attach       ranks of one host read each other's memory where the system permits it; otherwise
                  they exchange through sockets, as between hosts
 
-    On a device state is not spilled, and half of what is free there is the limit, if that is more.
+    On a device state is not spilled, and half of what training has left there so far is the limit,
+    if that is more.
     """
 
     limit_bytes: int = 256 << 20
@@ -79,8 +80,9 @@ class ReshardBudget:
         if device.type == "cpu":
             return self
         free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return replace(self, limit_bytes=max(self.limit_bytes, (free + cached) // 2), spill=None)
+        # Activations, which come again while a layout is prepared, are of the most that was used.
+        left = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        return replace(self, limit_bytes=max(self.limit_bytes, left // 2), spill=None)
 
     def excess(self, held_twice: int) -> int:
         """Part of `held_twice` bytes that is beyond the limit."""

@@ -77,6 +77,7 @@ class _PartBytes:
     casts       of parameters, which all passes of a step share
     split       what is there between the halves of a split backward pass
     split_pass  most that this pass needs besides
+    update_of_two  of twice as many parameters as `update`
     """
 
     kept: int
@@ -85,6 +86,7 @@ class _PartBytes:
     split: int = 0
     split_pass: int = 0
     update: int = 0
+    update_of_two: int = 0
 
 
 def measure_memory(setup: Setup, packed: Packed, *, budget_bytes: int | None = None) -> Memory:
@@ -107,6 +109,7 @@ def measure_memory(setup: Setup, packed: Packed, *, budget_bytes: int | None = N
         )
     )
     layer_params = _params(parameters.layers[0])
+    copied = layer[0].update_of_two - layer[0].update
     return Memory(
         budget_bytes=budget_bytes,
         bytes_per_param=8.0 + layer[0].casts / layer_params.of_share(1.0),
@@ -123,8 +126,9 @@ def measure_memory(setup: Setup, packed: Packed, *, budget_bytes: int | None = N
         head_split=_split(last[0].split, last[1].split),
         layer_split_pass=_split(layer[0].split_pass, layer[1].split_pass),
         head_split_pass=_split(last[0].split_pass, last[1].split_pass),
+        update_bytes_per_param=copied / layer_params.of_share(1.0),
         update=max(
-            (_split(whole.update, half.update) for whole, half in (first, layer, last)),
+            (_update_besides(whole, half) for whole, half in (first, layer, last)),
             key=lambda amount: amount.of_share(1.0),
         ),
         boundary_bytes=4 * tokens * setup.model.width,
@@ -143,6 +147,12 @@ def _split(whole: int, half: int) -> RankAmount:
     """Return the bytes that halve with the share, and those that do not."""
     split = max(0, min(whole, 2 * (whole - half)))
     return RankAmount(split=split, whole=whole - split)
+
+
+def _update_besides(whole: _PartBytes, half: _PartBytes) -> RankAmount:
+    """Return what an update needs, whatever the number of parameters."""
+    most, of_half = (max(0, 2 * each.update - each.update_of_two) for each in (whole, half))
+    return _split(most, of_half)
 
 
 def _measure(
@@ -168,17 +178,31 @@ def _measure(
             split, split_pass = _run_halves(setup, packed, part, module, tensors)
             found = replace(found, split=split, split_pass=split_pass)
         own = {param: module.get_parameter(name_in_part(param)) for param in params}
-        return replace(found, update=_update(setup, own, tensors))
+        update, of_two = (_update(setup, own, tensors, times) for times in (1, 2))
+        return replace(found, update=update, update_of_two=of_two)
 
 
-def _update(setup: Setup, own: dict[Param, nn.Parameter], tensors: LiveTensors) -> int:
-    """Return the most that the second update of these parameters needs."""
+def _update(setup: Setup, own: dict[Param, nn.Parameter], tensors: LiveTensors, times: int) -> int:
+    """Return the most that the second update of so many times these parameters needs.
+
+    Some optimizers copy all parameters of a group at once (`foreach`), others one at a time.
+    """
     optimizer = setup.optimizer.build(setup.model.parameters, own)
+    for group in optimizer.param_groups:
+        group["params"] = [*group["params"], *_like(group["params"] * (times - 1))]
     optimizer.step()
     before = tensors.live_bytes
     tensors.reset_peak()
     optimizer.step()
     return tensors.peak_bytes - before
+
+
+def _like(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return zeros with gradients of zeros."""
+    made = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
+    for parameter in made:
+        parameter.grad = torch.zeros_like(parameter)
+    return made
 
 
 def _run(
