@@ -402,7 +402,8 @@ class _Task:
 
 
 def _show_tracebacks_of_the_script() -> None:
-    """Leave out the frames before the script's first one, of which its author knows nothing."""
+    """Leave out the frames before the script's first one, of which its author knows nothing; a
+    script that Python cannot read has none, and its error tells the line."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -412,7 +413,7 @@ def _show_tracebacks_of_the_script() -> None:
             if is_of_runpy or frame.tb_frame.f_code.co_filename == __file__:
                 first = frame.tb_next
             frame = frame.tb_next
-        shown = first or trace
+        shown = first if first or isinstance(error, SyntaxError) else trace
         previous(kind, error.with_traceback(shown), shown)
 
     sys.excepthook = hook

@@ -242,6 +242,15 @@ def test_a_bug_of_the_script_ends_it_after_two_tries(tmp_path: Path) -> None:
     assert not Path((tmp_path / "memory").read_text()).exists()
 
 
+def test_a_script_that_python_cannot_read_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("x = 1\ndef f(:\n    pass\n")
+    done = launched(tmp_path, "--nproc-per-node", "1", "--max-restarts", "0", "script.py")
+    assert done.returncode == 1, done.stderr
+    assert "fork_server.py" not in done.stderr
+    assert 'script.py", line 2\n' in done.stderr
+    assert done.stderr.rstrip().endswith("SyntaxError: invalid syntax")
+
+
 def test_without_progress_it_ends(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     done = launched(tmp_path, "--nproc-per-node", "2", "script.py")
