@@ -164,7 +164,7 @@ class MemoryFootprint:
         return layer, np.asarray(last * head, np.float64)
 
     def _after_passes(self, shares: Floats, first: Flags) -> Iterator[tuple[float, Floats]]:
-        """What is needed beside the state once no activations are held: a share of the state, and
+        """Memory needed beside the state once no activations are held: a share of the state, and
         bytes besides.
 
         First in the update, for which the sums over replicas take the place of the gradients; then
