@@ -32,8 +32,10 @@ class Cause(StrEnum):
 
 
 def _check_slowdown(slowdown: float) -> None:
-    if not slowdown >= 0.0:  # nor NaN
-        raise ContractError("slowdown", f"must be a factor of 0 or more, not {slowdown}")
+    if not 0.0 <= slowdown < inf:  # nor NaN
+        raise ContractError(
+            "slowdown", f"must be a factor of 0 or more, and finite, not {slowdown}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +95,6 @@ class LinkVerdict:
         if self.rank < 0:
             raise ContractError("rank", "must be 0 or more")
         _check_slowdown(self.slowdown)
-        if self.slowdown == inf:
-            raise ContractError("slowdown", "must be finite")
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -141,7 +141,7 @@ def test_what_is_no_object(value):
         from_json(Job, value)
 
 
-@pytest.mark.parametrize("slowdown", [-0.1, float("nan"), float("-inf")])
+@pytest.mark.parametrize("slowdown", [-0.1, float("nan"), float("-inf"), float("inf")])
 def test_a_slowdown_is_a_factor(slowdown):
     for make in (
         lambda: Verdict(rank=0, status=Status.FAIL_SLOW, slowdown=slowdown),
