@@ -172,7 +172,7 @@ def _measure(
         before = tensors.live_bytes
         _run(setup, packed, part, module, tensors)
         gradients = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
-        casts = tensors.live_bytes - before - gradients
+        casts = tensors.live_bytes - before - gradients if setup.compute_dtype else 0
         found = replace(_run(setup, packed, part, module, tensors), casts=casts)
         if part != "first":
             split, split_pass = _run_halves(setup, packed, part, module, tensors)
