@@ -116,8 +116,8 @@ class MemoryFootprint:
         held = _of_share(self.layer, widest)
         room = self.budget_bytes - state - besides - np.maximum(layer, head)
         fits = room / np.maximum(held + each, 1e-9)
-        for share, besides in self._after_passes(widest, first):
-            most = (self.budget_bytes - besides) / (1.0 + share) - state
+        for share, more in self._after_passes(widest, first):
+            most = (self.budget_bytes - more) / (1.0 + share) - state
             fits = np.minimum(fits, most / np.maximum(held, 1e-9))
         return np.asarray(np.clip(np.floor(fits + 1e-9), 0, _UNLIMITED), np.int64)
 
@@ -132,8 +132,8 @@ class MemoryFootprint:
         layer, head = self._working(shares, np.array(split), is_last)
         each, besides = self._held(shares, np.array(in_flight), np.array(split), first, is_last)
         most = layers * each + besides + np.maximum(layer if layers else 0.0, head)
-        for share, besides in self._after_passes(shares, first):
-            most = np.maximum(most, share * state + besides)
+        for share, more in self._after_passes(shares, first):
+            most = np.maximum(most, share * state + more)
         found: list[float] = (state + most).tolist()
         return found
 

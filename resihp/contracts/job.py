@@ -167,8 +167,8 @@ class Memory:
     update: RankAmount = field(default_factory=RankAmount)
 
     def __post_init__(self) -> None:
-        _require_not_negative(self, "boundary_bytes", "reduce_bytes_per_param")
-        _require_not_negative(self, "update_bytes_per_param")
+        _require_not_negative(self, "boundary_bytes")
+        _require_not_negative(self, "reduce_bytes_per_param", "update_bytes_per_param")
         if self.budget_bytes is not None:
             _require_positive(self, "budget_bytes")
         _require_not_negative(self, "bytes_per_param", "optimizer_bytes_per_param")

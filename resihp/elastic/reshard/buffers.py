@@ -80,7 +80,7 @@ class ReshardBudget:
         if device.type == "cpu":
             return self
         free, _ = torch.cuda.mem_get_info(device)
-        # Activations, which come again while a layout is prepared, are of the most that was used.
+        # The most so far, not what is allocated now: passes go on while a layout is prepared.
         left = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
         return replace(self, limit_bytes=max(self.limit_bytes, left // 2), spill=None)
 
