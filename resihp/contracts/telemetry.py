@@ -117,6 +117,12 @@ class TelemetryBatch:
                 raise ContractError(name, f"must be at most {most}")
             object.__setattr__(self, name, int(value))
 
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Take the values of a pickled batch or of a copied one, whose arrays can be written."""
+        vars(self).update(state)
+        for column in self.columns().values():
+            column.flags.writeable = False
+
     def __len__(self) -> int:
         return int(self.rank.size)
 

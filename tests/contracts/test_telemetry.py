@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -27,6 +30,16 @@ def test_columns_cannot_be_written_and_are_not_the_callers():
     assert made.step.tolist() == [1, 2]
     with pytest.raises(ValueError, match="read-only"):
         made.step[0] = 3
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))]
+)
+def test_nor_can_those_of_a_copy(copied):
+    made = batch([1, 2], dropped=3)
+    other = copied(made)
+    assert other == made
+    assert not any(column.flags.writeable for column in other.columns().values())
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def rotate(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_TNH.dtype)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)  # more microbatches than that are seldom under way
 def rotary(
     rope: Rope, seq_lens: tuple[int, ...], head_dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
