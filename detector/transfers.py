@@ -101,7 +101,7 @@ class ClockBounds:
         np.maximum.at(latest, at, transfers.ends[0])
         return cls(links, low, high, latest)
 
-    def later(self, new: ClockBounds, *, drift: float = DRIFT) -> ClockBounds:
+    def later(self, new: ClockBounds) -> ClockBounds:
         """Bounds after those of another step: the tighter ones, the old ones widened by the drift
         since; the new ones alone where the two contradict each other, as after the restart of a
         host."""
@@ -110,7 +110,7 @@ class ClockBounds:
         low, high, at_ms = new._aligned(links)
         at_ms = np.maximum(at_ms, old_at)
         with np.errstate(invalid="ignore"):
-            apart = np.nan_to_num(drift * (at_ms - old_at), nan=0.0, posinf=0.0)
+            apart = np.nan_to_num(DRIFT * (at_ms - old_at), nan=0.0, posinf=0.0)
         both_low = np.maximum(low, old_low - apart)
         both_high = np.minimum(high, old_high + apart)
         agree = both_low <= both_high

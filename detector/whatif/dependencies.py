@@ -132,14 +132,14 @@ class _Builder:
         for kind in P2P:
             stream = self._ordered(stage, kind)
             self._chain(stream)
-            self._match(stage, kind, stream, compute)
+            self._match(kind, stream, compute)
         self._first_backward(stage, compute)
         self._chain(self._ordered(stage, OpKind.PARAMS_GATHER, OpKind.GRADS_SCATTER))
         self._gather(stage, compute)
         if compute:
             self._after_compute(stage, compute)
 
-    def _match(self, stage: int, kind: OpKind, stream: list[int], compute: list[int]) -> None:
+    def _match(self, kind: OpKind, stream: list[int], compute: list[int]) -> None:
         """Assigns each transfer to the pass that it serves, and orders the two.
 
         A receive that starts after the last pass and a send that ends before the first one were

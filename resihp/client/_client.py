@@ -163,11 +163,11 @@ class Client:
 
     def verdicts(self, job: str) -> list[Verdict]:
         """The verdict on every rank."""
-        return list(self._get(_path(job, "verdicts"), _verdicts))
+        return list(self._get(_path(job, "verdicts"), partial(_items, "verdicts", Verdict)))
 
     def links(self, job: str) -> list[LinkVerdict]:
         """The verdicts on links and groups that are slow or suspected."""
-        return list(self._get(_path(job, "links"), _links))
+        return list(self._get(_path(job, "links"), partial(_items, "links", LinkVerdict)))
 
     def diagnosis(self, job: str) -> Diagnosis:
         """The causes of the job's lost time."""
@@ -360,14 +360,9 @@ def _problem(answer: _Answer) -> str:
     return ": ".join(words)[:_MAX_DETAIL]
 
 
-def _verdicts(document: Any) -> tuple[Verdict, ...]:
-    items = document.get("verdicts", []) if isinstance(document, Mapping) else []
-    return tuple(_read(Verdict, item) for item in items)
-
-
-def _links(document: Any) -> tuple[LinkVerdict, ...]:
-    items = document.get("links", []) if isinstance(document, Mapping) else []
-    return tuple(_read(LinkVerdict, item) for item in items)
+def _items(name: str, cls: type[T], document: Any) -> tuple[T, ...]:
+    items = document.get(name, []) if isinstance(document, Mapping) else []
+    return tuple(_read(cls, item) for item in items)
 
 
 def _advice(document: Any) -> Advice | None:

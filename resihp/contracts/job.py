@@ -266,6 +266,20 @@ class Job:
         return Action.LAYOUT in self.actions or Action.RESTART in self.actions
 
 
+def name_of_run(script: str, run: str) -> str:
+    """Name of the job of a script in a run of its launcher, whose id is "none" where it has none.
+
+    >>> name_of_run("train", "none"), name_of_run("train", "7/2")
+    ('train', 'train-7-2')
+    """
+    return acceptable_name(script if run == "none" else f"{script}-{run}")
+
+
+def acceptable_name(name: str) -> str:
+    """`name` without what the name of a job may not have."""
+    return "".join(c if c.isprintable() and c != "/" else "-" for c in name)[:128]
+
+
 def even_quotas(microbatches: int, replicas: int) -> tuple[int, ...]:
     """`microbatches` spread over `replicas` as evenly as they go, the larger parts first."""
     if replicas < 1:

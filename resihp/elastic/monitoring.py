@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Any, Protocol
 
-from resihp.contracts import ContractError, Plan
+from resihp.contracts import ContractError, Op, Plan
 
 from .state.events import Callbacks, LayoutChange
 from .step import ReducedStep, Setup
-from .step.setup import Recorder, TransferRecorder, record_nothing
+from .step.setup import record_nothing
 
 
 class TrainingMonitor(Protocol):
@@ -19,10 +18,8 @@ class TrainingMonitor(Protocol):
     plan_version: int
     """The plan of later records."""
 
-    @property
-    def record(self) -> Recorder:
-        """Take a record of a microbatch, and of a transfer if it accepts `peer` and `start_ms`."""
-        ...
+    def record(self, *, op: Op, step: int, compute_ms: float, **fields: Any) -> None:
+        """Take a record of a microbatch or of a transfer."""
 
     def between_steps(self) -> None:
         """Run the probes that the sidecar has requested."""
@@ -54,13 +51,6 @@ def attach_monitor(
         callbacks.on_idle()
         monitor.while_idle()
 
-    transfers = cast(TransferRecorder, monitor.record) if _takes_transfers(monitor) else None
-    return replace(setup, record=monitor.record, record_transfer=transfers), replace(
+    return replace(setup, record=monitor.record, record_transfer=monitor.record), replace(
         callbacks, on_step=on_step, on_layout_change=on_layout_change, on_idle=on_idle
     )
-
-
-def _takes_transfers(monitor: TrainingMonitor) -> bool:
-    fields = inspect.signature(monitor.record).parameters
-    takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
-    return takes_any or {"peer", "start_ms"} <= fields.keys()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ._clocks import CudaClock
 from ._sensor import Quantity, Sensor
@@ -18,22 +18,7 @@ _THERMAL, _POWER = 0x20 | 0x40, 0x04 | 0x80
 _LINK_ERRORS = ("DL_REPLAY", "DL_RECOVERY", "DL_CRC_FLIT", "DL_CRC_DATA")
 
 
-class Nvml(Protocol):
-    """The part of `pynvml` without which nothing is read; all other names are looked up, because
-    they differ between its versions."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None:  # noqa: N802 the name is NVML's
-        """Load the driver's library."""
-        ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
-        """Return the handle of a device."""
-        ...
-
-
-def device_sensors(clock: CudaClock, nvml: Nvml | None = None) -> list[Sensor]:
+def device_sensors(clock: CudaClock, nvml: Any = None) -> list[Sensor]:
     """Sensors of the device that a process computes on; none where NVML does not know it.
 
     `nvml` is the module `pynvml` by default, if that is installed.
@@ -41,11 +26,9 @@ def device_sensors(clock: CudaClock, nvml: Nvml | None = None) -> list[Sensor]:
     uuid = clock.device_uuid()
     if nvml is None:
         try:
-            module: Any = importlib.import_module("pynvml")
+            nvml = importlib.import_module("pynvml")
         except ImportError:
             return []
-        nvml = module
-        assert nvml is not None
     if uuid is None:
         return []
     try:

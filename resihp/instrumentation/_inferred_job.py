@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from resihp.contracts import Action, Job, Layout, Links, Schedule
+from resihp.contracts.job import acceptable_name, name_of_run
 from resihp.layout.rank_groups import RankDescription, layout_of
 
 _KEY = "resihp/instrument"
@@ -33,20 +34,10 @@ def job_name() -> str:
     """Return RESIHP_JOB, else the name of the run in a worker of Ray Train, else the launcher's
     run id and the script's name."""
     name = os.environ.get("RESIHP_JOB") or _run_of_ray()
-    if not name:
-        script = Path(sys.argv[0] or "job").stem or "job"
-        run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        name = script if run == "none" else f"{script}-{run}"
-    return acceptable(name)
-
-
-def acceptable(name: str) -> str:
-    """Return `name` without what the name of a job may not have.
-
-    >>> acceptable("runs/of today")
-    'runs-of today'
-    """
-    return "".join(c if c.isprintable() and c != "/" else "-" for c in name)[:128]
+    if name:
+        return acceptable_name(name)
+    script = Path(sys.argv[0] or "job").stem or "job"
+    return name_of_run(script, os.environ.get("TORCHELASTIC_RUN_ID", "none"))
 
 
 def _run_of_ray() -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from resihp.client import Client
 from resihp.contracts import Advice, ServiceError, Status, Verdict
 from resihp.formatting import plural, ratio
 
@@ -20,18 +20,6 @@ _SEVERITY = (
 _ADVISED = (Status.FAIL_SLOW, Status.FAIL_STOP)
 
 
-class VerdictSource(Protocol):
-    """Source of verdicts; `resihp.Client` is one. Raises `ServiceError`."""
-
-    def verdicts(self, job: str) -> list[Verdict]:
-        """Return the verdict on every rank."""
-        ...
-
-    def advice(self, job: str) -> Advice | None:
-        """Return the advice on the ranks to leave out, if there is any."""
-        ...
-
-
 class VerdictReader:
     """Reads the verdicts on a job every few seconds, in a thread of its own.
 
@@ -44,7 +32,7 @@ class VerdictReader:
 
     def __init__(
         self,
-        source: VerdictSource,
+        source: Client,
         job: str,
         *,
         is_due: Callable[[], bool],

@@ -10,10 +10,10 @@ from typing import Any
 
 from resihp.client import Client
 from resihp.contracts import Heartbeat
+from resihp.contracts.job import acceptable_name
 from resihp.hooks._sender import own_fault
 from resihp.hooks._stats import FailureLog
 from resihp.hooks.monitor import DEFAULT_URL
-from resihp.instrumentation._inferred_job import acceptable
 
 from ._observer import TrainingObserver
 
@@ -79,7 +79,7 @@ class ResiHPCallback(getattr(_train, "UserCallback", object)):  # type: ignore[m
         ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, error in errors.items():
             ranks_of[_cause(error)].append(rank)
-        job = self._job or acceptable(run_context.run_config.name)
+        job = self._job or acceptable_name(run_context.run_config.name)
         for cause, ranks in ranks_of.items():
             heartbeat = Heartbeat(ranks=tuple(ranks), left=True, error=cause)
             client.send_heartbeat(job, heartbeat)

@@ -17,7 +17,7 @@ from .heartbeats import LauncherHeartbeats
 from .launcher_store import LauncherStore
 from .options import Options
 from .restart_plans import RestartPlanPoller, as_renumbered, left_out, refusal
-from .restart_policy import Failure, decide
+from .restart_policy import Failure, decide, launcher_status
 
 _log = logging.getLogger("resihp.launch")
 _POLL_S = 0.05
@@ -106,7 +106,7 @@ class AttemptCoordinator:
             self._store.keep_failures(self._failures)
             decision = decide(self._failures, max_restarts=self._options.max_restarts)
             if not decision.restarts:
-                return JobEnd(_exit_status(failure.status), decision.why, failure.rank)
+                return JobEnd(launcher_status(failure.status), decision.why, failure.rank)
             why = decision.why
         status = NOTICED_STATUS if is_notice else exit_status.JOB_STOPPED
         return self._restarted(attempt, reports, step, why, status)
@@ -270,8 +270,3 @@ class _RestartPause:
             return None
         plan, self._plan = self._plan, None
         return plan
-
-
-def _exit_status(status: int) -> int:
-    """Exit status of a launcher whose rank ended so."""
-    return status if status >= 0 else 128 - status

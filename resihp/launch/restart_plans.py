@@ -11,14 +11,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from resihp._shutdown import start_thread
 from resihp.contracts import Action, Plan, ServiceError, to_json
+from resihp.contracts.job import acceptable_name, name_of_run
 from resihp.formatting import plural
 
 from .attempts import Attempt
 from .options import Command
+
+if TYPE_CHECKING:
+    from resihp.client import Client
 
 _log = logging.getLogger("resihp.launch")
 _POLL_S = 1.0
@@ -30,28 +34,6 @@ _FINAL = frozenset({400, 401, 403, 404, 409, 413, 422})
 """Statuses of an answer that no repetition makes acceptable."""
 
 
-class PlanClient(Protocol):
-    """Part of `resihp.client.Client`. Raises `ServiceError`."""
-
-    def plan(self, job: str, *, after: int | None = None, wait: float = 0.0) -> Plan | None:
-        """Newest plan, or one of a higher version than `after`."""
-        ...
-
-    def acknowledge(
-        self,
-        job: str,
-        version: int,
-        *,
-        rank: int,
-        state: str = "applied",
-        detail: str = "",
-        pause_ms: float | None = None,
-        digest: str | None = None,
-    ) -> None:
-        """Answer to a plan."""
-        ...
-
-
 class RestartPlanPoller:
     """Asks the sidecar for plans in a thread, and keeps the newest one for a restart.
 
@@ -61,7 +43,7 @@ class RestartPlanPoller:
     are refused.
     """
 
-    def __init__(self, client: PlanClient, job: str) -> None:
+    def __init__(self, client: Client, job: str) -> None:
         self._client, self._job = client, job
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._sending = threading.Lock()
@@ -249,11 +231,10 @@ def job_of(command: Command, run: str) -> str:
     'train'
     """
     name = os.environ.get("RESIHP_JOB")
-    if not name:
-        stem = command.target.rpartition(".")[2] if command.kind == "module" else None
-        stem = stem or Path(command.target).stem
-        name = stem if run == "none" else f"{stem}-{run}"
-    return "".join(c if c.isprintable() and c != "/" else "-" for c in name)[:128]
+    if name:
+        return acceptable_name(name)
+    stem = command.target.rpartition(".")[2] if command.kind == "module" else None
+    return name_of_run(stem or Path(command.target).stem, run)
 
 
 def left_out(plan: Plan, attempt: Attempt) -> dict[str, tuple[int, ...]]:

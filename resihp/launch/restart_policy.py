@@ -158,3 +158,8 @@ def _are_stuck(failures: Sequence[Failure], max_restarts: int | None) -> bool:
     is_known = failures[-1].step >= 0
     is_short = all(failure.lasted_s < SHORT_ATTEMPT_S for failure in failures)
     return is_known or (is_short and max_restarts is None)
+
+
+def launcher_status(status: int) -> int:
+    """Exit status of a launcher whose rank ended with `status`, negative for a signal."""
+    return status if status >= 0 else 128 - status

@@ -26,7 +26,7 @@ from .options import Options
 from .rank_environment import RankEnvironment
 from .rank_output import RankOutput, pass_on_all
 from .restart_plans import poller_of
-from .restart_policy import Failure, error_line
+from .restart_policy import Failure, error_line, launcher_status
 
 if TYPE_CHECKING:
     from resihp.checkpoint.levels.peer_server import PeerServer
@@ -410,9 +410,4 @@ class Supervisor:
         _log.error(
             "rank %d failed with status %d:\n%s", rank.rank, rank.status, rank.output.last_lines()
         )
-        return _status(rank.status)
-
-
-def _status(status: int) -> int:
-    """Exit status of a launcher whose rank ended so."""
-    return status if status >= 0 else 128 - status
+        return launcher_status(rank.status)

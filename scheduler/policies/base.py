@@ -95,18 +95,21 @@ def timed(
     *,
     transition: Transition,
     detail: str = "",
+    schedule: Schedule | None = None,
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> PolicyOutcome:
-    """Outcome of replicas with given quotas, under the job's first schedule."""
+    """Outcome of replicas with given quotas; `schedule` is as in `replica_makespans`."""
     if not replicas:
         return STOPPED
-    makespan = max(replica_makespans(job, replicas, quotas, speeds))
+    schedule = schedule or plan_schedules(job)[0]
+    makespan = max(replica_makespans(job, replicas, quotas, speeds, schedule, links))
     chunked = any(replica.chunks > 1 for replica in replicas)
     return PolicyOutcome(
         makespan + layer_cost(job).step_ms,
         Layout(tuple(replicas)),
         tuple(quotas),
         transition,
-        Schedule.INTERLEAVED if chunked else plan_schedules(job)[0],
+        Schedule.INTERLEAVED if chunked else schedule,
         detail,
     )
 

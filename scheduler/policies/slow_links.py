@@ -8,12 +8,11 @@ from itertools import pairwise
 
 from resihp.contracts import Job, Layout, LinkVerdict, Replica, Schedule, Stage
 
-from ..cost_model import layer_cost
 from ..forwards_ahead import covering
 from ..link_costs import LinkSlowdowns
 from ..memory import MemoryFootprint, plan_schedules, replica_fits
 from ..step_time import ReplicaTimes
-from .base import STOPPED, PolicyOutcome, Speeds, Transition, counts_by_rate, replica_speed
+from .base import STOPPED, PolicyOutcome, Speeds, Transition, counts_by_rate, replica_speed, timed
 
 
 def adaptra(job: Job, speeds: Speeds, verdicts: Sequence[LinkVerdict]) -> PolicyOutcome:
@@ -38,7 +37,8 @@ def adaptra(job: Job, speeds: Speeds, verdicts: Sequence[LinkVerdict]) -> Policy
         )
         fitting = (o for o in options if replica_fits(job, footprint, o, quota, schedule))
         replicas.append(next(fitting, replica) if replica.chunks == 1 else replica)
-    return _timed(job, replicas, job.quotas, speeds, links, schedule)
+    live = Transition.LIVE
+    return timed(job, replicas, job.quotas, speeds, transition=live, schedule=schedule, links=links)
 
 
 def greyhound_topology(job: Job, speeds: Speeds, verdicts: Sequence[LinkVerdict]) -> PolicyOutcome:
@@ -91,22 +91,5 @@ def _by_rate(
     times = ReplicaTimes(job, replicas, schedule, speeds, links)
     ends = times.makespans([job.microbatches] * len(replicas))
     quotas = counts_by_rate([1.0 / end for end in ends], job.microbatches)
-    return _timed(job, replicas, quotas, speeds, links, schedule)
-
-
-def _timed(
-    job: Job,
-    replicas: Sequence[Replica],
-    quotas: Sequence[int],
-    speeds: Speeds,
-    links: LinkSlowdowns,
-    schedule: Schedule,
-) -> PolicyOutcome:
-    makespans = ReplicaTimes(job, replicas, schedule, speeds, links).makespans(quotas)
-    return PolicyOutcome(
-        max(makespans) + layer_cost(job).step_ms,
-        Layout(tuple(replicas)),
-        tuple(quotas),
-        Transition.LIVE,
-        Schedule.INTERLEAVED if any(r.chunks > 1 for r in replicas) else schedule,
-    )
+    live = Transition.LIVE
+    return timed(job, replicas, quotas, speeds, transition=live, schedule=schedule, links=links)

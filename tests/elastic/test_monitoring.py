@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from resihp.contracts import ContractError, Op, Plan
+from resihp.contracts import ContractError, Plan
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.monitoring import attach_monitor
 from resihp.elastic.optim import Optimizer
@@ -57,22 +57,6 @@ def test_a_monitor_and_hooks_are_both_called() -> None:
 def test_records_go_to_one_place() -> None:
     with pytest.raises(ContractError, match=r"Setup\.record"):
         attach_monitor(MicrobatchReport(), setup_of(record=MicrobatchReport().record), Callbacks())
-
-
-def test_a_monitor_that_knows_no_transfers_gets_none() -> None:
-    class Older(MicrobatchReport):
-        def record(
-            self, *, op: Op, step: int, microbatch: int, compute_ms: float, **_: int
-        ) -> None:
-            self.calls.append("record")
-
-    class Oldest(Older):
-        def record(self, *, op: Op, step: int, microbatch: int, compute_ms: float) -> None:  # type: ignore[override]
-            self.calls.append("record")
-
-    for kind, takes in ((MicrobatchReport, True), (Older, True), (Oldest, False)):
-        setup, _ = attach_monitor(kind(), setup_of(), Callbacks())
-        assert (setup.record_transfer is not None) is takes
 
 
 @pytest.mark.parametrize(

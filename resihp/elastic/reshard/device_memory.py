@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,34 +36,6 @@ HANDLE_BYTES = 64
 POLL_S = 100e-6
 
 
-class DeviceDriver(Protocol):
-    """Mappings and copies of a device."""
-
-    def export(self, address: int) -> tuple[bytes, int]:
-        """Handle of the allocation that holds `address`, and the offset in it."""
-        ...
-
-    def open(self, handle: bytes) -> int:
-        """Map an allocation of another process; returns its address."""
-        ...
-
-    def close(self, address: int) -> None:
-        """Undo `open`."""
-        ...
-
-    def follow(self) -> None:
-        """Have the copies wait for what the caller's stream has been told so far."""
-        ...
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Start to copy; the memory of `target` is not reused before."""
-        ...
-
-    def mark(self) -> Any:
-        """Event after the copies so far; its `query` tells whether they have ended."""
-        ...
-
-
 class CudaIpc:
     """Tensors in the memory of a device; copies from all peers are on one side stream.
 
@@ -72,7 +44,7 @@ class CudaIpc:
 
     words = HANDLE_BYTES // 8 + 1
 
-    def __init__(self, device: torch.device, driver: DeviceDriver | None = None) -> None:
+    def __init__(self, device: torch.device, driver: CudaDriver | None = None) -> None:
         self.device = device
         self._driver = driver if driver is not None else CudaDriver(device)
         self._opened: dict[bytes, int] = {}
@@ -112,7 +84,7 @@ class CudaIpc:
         return tensor_at(self._opened[handle] + offset, strides, like)
 
 
-def _close(device: torch.device, driver: DeviceDriver, opened: dict[bytes, int]) -> None:
+def _close(device: torch.device, driver: CudaDriver, opened: dict[bytes, int]) -> None:
     """Unmap in a thread: it waits for the copies, and for the driver."""
     if opened:
         threading.Thread(
@@ -123,7 +95,7 @@ def _close(device: torch.device, driver: DeviceDriver, opened: dict[bytes, int])
         ).start()
 
 
-def _unmap(device: torch.device, driver: DeviceDriver, opened: Sequence[int]) -> None:
+def _unmap(device: torch.device, driver: CudaDriver, opened: Sequence[int]) -> None:
     use_device(device)
     ended = driver.mark()
     while not ended.query():
@@ -134,7 +106,7 @@ def _unmap(device: torch.device, driver: DeviceDriver, opened: Sequence[int]) ->
 
 
 class CudaDriver:
-    """`DeviceDriver` by CUDA's driver, and a stream of torch's. Its errors are `OSError`."""
+    """Mappings and copies by CUDA's driver, and a stream of torch's. Its errors are `OSError`."""
 
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
