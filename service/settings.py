@@ -111,6 +111,12 @@ class Settings(BaseSettings):
         is_address = isinstance(port, str) and "://" in port
         return cls.model_fields["port"].default if is_address else port
 
+    @field_validator("token", mode="before")
+    @classmethod
+    def _token_without_white_space(cls, token: object) -> object:
+        """Files of secrets end with a newline, which clients leave out as well."""
+        return token.strip() if isinstance(token, str) else token
+
     @model_validator(mode="after")
     def _public_address_needs_a_token(self) -> Settings:
         if self.token is not None and not self.token.get_secret_value():

@@ -178,9 +178,11 @@ class Client:
         return self._get(_path(job, "advice"), _advice)
 
     def plan(self, job: str, *, after: int | None = None, wait: float = 0.0) -> Plan | None:
-        """The newest plan, or, with `after`, one of a higher version, awaited for up to `wait`
-        seconds; None if there is none."""
-        query = urlencode({"wait": wait} if after is None else {"after": after, "wait": wait})
+        """The newest plan; with `after` one of a higher version, awaited for up to `wait` seconds,
+        or None."""
+        if after is None:
+            return self._get(_path(job, "plan"), partial(_read, Plan))
+        query = urlencode({"after": after, "wait": wait})
         answer = self._request("GET", f"{_path(job, 'plan')}?{query}", patience=wait)
         return None if answer.status == 204 else _read(Plan, _parse(answer))
 

@@ -239,8 +239,9 @@ class Job:
                 _require_positive(self, limit)
         object.__setattr__(self, "actions", Action.ordered(self.actions))
         object.__setattr__(self, "layout", self.layout.under(None))
-        if not self.name or len(self.name) > 128 or "/" in self.name or not self.name.isprintable():
-            raise ContractError("name", "must be 1 to 128 printable characters without a slash")
+        if not self.name or self.name != acceptable_name(self.name):
+            problem = "must be 1 to 128 printable characters without a slash, and not '.' or '..'"
+            raise ContractError("name", problem)
         if self.layout.layers < 1:
             raise ContractError("layout", "must hold at least one layer")
         if self.model is not None and self.model.layers != self.layout.layers:
@@ -276,7 +277,9 @@ def name_of_run(script: str, run: str) -> str:
 
 
 def acceptable_name(name: str) -> str:
-    """`name` without what the name of a job may not have."""
+    """`name` without what the name of a job may not have: it is a part of URLs."""
+    if name in (".", ".."):
+        return "-" * len(name)
     return "".join(c if c.isprintable() and c != "/" else "-" for c in name)[:128]
 
 

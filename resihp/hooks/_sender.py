@@ -10,6 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from multiprocessing.util import Finalize
 from time import monotonic, sleep
 from typing import Protocol
@@ -131,7 +132,7 @@ class Sender:
             receiver, self._job, rank, recording, self._failures, interval_s=heartbeat_s,
             stacks=stacks, sampler=Sampler(recording) if sensors else None,
         )  # fmt: skip
-        self._tick_s = min(interval_s, heartbeat_s) if heartbeat_s > 0 else interval_s
+        self._tick_s = min(interval_s, heartbeat_s or inf, threading.TIMEOUT_MAX)
         self.buffer = Buffer(capacity, self._start)
         self._forget_exit: Callable[[], object] = lambda: None
         self.reset()
@@ -164,7 +165,7 @@ class Sender:
         self._forget_exit()
         self.end(timeout_s, error)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+            self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
 
     def end(self, timeout_s: float, error: Callable[[], BaseException | None]) -> None:
         """Close without waiting for it; the end of the process does wait."""

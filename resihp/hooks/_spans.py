@@ -238,6 +238,23 @@ class HostSpan(Span):
         return max(0, elapsed_ns - self._wait_ns) * 1e-6, self._wait_ns * 1e-6
 
 
+class ThreadSpan(HostSpan):
+    """A block in another thread than the loop's: never the innermost open one."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> ThreadSpan:
+        self._wait_ns = -1
+        self._start = self.stamp()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._stop = self.stamp()
+            self.step, self.plan_version = self._recording.step, self._recording.plan_version
+            self._recording.put(self)
+
+
 class DeviceSpan(Span):
     """A block timed by events in the current CUDA stream; the sender reads them later."""
 

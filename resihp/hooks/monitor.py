@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from math import nan
@@ -22,7 +24,7 @@ from ._probes import Probes, allowed_by_environment
 from ._registration import DeferredJob, Registration
 from ._sampler import sensors_allowed
 from ._sender import Sender, TelemetryReceiver, fatal_error
-from ._spans import DeviceSpan, Exchange, HostSpan, Recording, StepSpan, Waiting
+from ._spans import DeviceSpan, Exchange, HostSpan, Recording, StepSpan, ThreadSpan, Waiting
 from ._stats import FailureLog, Stats
 from ._workload import Work, snapshot
 
@@ -34,6 +36,7 @@ _CLOSE_TIMEOUT_S = 2.0
 DEFAULT_URL = "http://127.0.0.1:8700"
 _FORWARD, _BACKWARD, _OPTIMIZER, _P2P, _COLLECTIVE, _DATA = (int(op) for op in Op)
 _PASSES = (_FORWARD, _BACKWARD)
+_RUN_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
 _STEPS_UNDER_WAY = 8
 """Steps whose passes `record` numbers at the same time."""
 
@@ -161,11 +164,14 @@ class Monitor:
         """One training step: a decorator, or `with monitor.step():`.
 
         `current_step` is incremented at its end, also by an exception. A step without any record
-        is recorded as a whole, as the forward pass of microbatch 0.
+        is recorded as a whole, as the forward pass of microbatch 0. Raises `ContractError` for a
+        generator or coroutine function, whose calls end before their work begins.
         """
         if function is None:
             return StepSpan(self._recording, self.between_steps)
         timed = function
+        if any(is_lazy(timed) for is_lazy in _RUN_LATER):
+            raise ContractError("step", "for a generator or coroutine write `with monitor.step():`")
 
         @functools.wraps(timed)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -225,8 +231,14 @@ class Monitor:
         return recording.kind(recording, _OPTIMIZER, -1, 0, -1, None)
 
     def data(self) -> HostSpan:
-        """Waiting for input; timed by the host's clock, because no stream takes part."""
-        return HostSpan(self._recording, _DATA, -1, 0, -1, None)
+        """Waiting for input; timed by the host's clock, because no stream takes part.
+
+        In another thread than the loop's it is a record, and leaves the loop's blocks alone.
+        """
+        recording = self._recording
+        is_loop = recording.loop_thread in (0, threading.get_ident())
+        kind = HostSpan if is_loop else ThreadSpan
+        return kind(recording, _DATA, -1, 0, -1, None)
 
     def p2p(self, *, peer: int = -1) -> Exchange:
         """A transfer from or to `peer`; inside another block also waiting of that block.

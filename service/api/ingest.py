@@ -83,11 +83,11 @@ async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]
 
 
 def retry_key(request: Request) -> str | None:
-    """The key under which a message is recognised when it comes again; None without one. Raises
-    `ContractError`."""
+    """The key under which a message is recognised when it comes again to the same route; None
+    without one. Raises `ContractError`."""
     key = request.headers.get("idempotency-key")
     if not key:
         return None
     if len(key) > _LONGEST_KEY:
         raise ContractError("idempotency-key", f"has more than {_LONGEST_KEY} characters")
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{request.url.path}\0{key}".encode()).hexdigest()[:32]

@@ -118,8 +118,8 @@ async def post_failure(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Stopped ranks, reported by a survivor. A plan without them follows at once."""
     failure = await bodies.read(request, bodies.FailureBody)
     body = failure.model_dump_json().encode()
-    await ctx.store.put(job, MessageKind.FAILURE, body, retry_key=retry_key(request))
-    return {"accepted": len(failure.ranks)}
+    stored = await ctx.store.put(job, MessageKind.FAILURE, body, retry_key=retry_key(request))
+    return {"accepted": len(failure.ranks), "duplicate": not stored.is_new}
 
 
 @router.post("/{job}/joiners", **bodies.accepts(bodies.JoinersBody, once=True))
@@ -127,8 +127,8 @@ async def post_joiners(job: str, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Ranks that are ready to work. A plan with them follows if it is worth its migration."""
     joiners = await bodies.read(request, bodies.JoinersBody)
     body = joiners.model_dump_json().encode()
-    await ctx.store.put(job, MessageKind.JOINER, body, retry_key=retry_key(request))
-    return {"accepted": len(joiners.ranks)}
+    stored = await ctx.store.put(job, MessageKind.JOINER, body, retry_key=retry_key(request))
+    return {"accepted": len(joiners.ranks), "duplicate": not stored.is_new}
 
 
 @router.post("/{job}/probes/{probe}", **bodies.accepts(bodies.ProbeAnswerBody))

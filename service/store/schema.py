@@ -51,7 +51,8 @@ def edition(document: str) -> str:
 
 
 class JobKeys:
-    """Keys of one job; all have its name as a prefix.
+    """Keys of one job; all have its name as a prefix, without colons of its own: else keys of one
+    job were those of another.
 
     meta       hash: job, generation, plan (version of the newest), event (id of the newest),
                registered_at, and the fields of `edition`
@@ -69,7 +70,8 @@ class JobKeys:
     """
 
     def __init__(self, job: str) -> None:
-        self._prefix = f"resihp:job:{job}:"
+        name = job.replace("%", "%25").replace(":", "%3A")
+        self._prefix = f"resihp:job:{name}:"
         self.meta, self.messages, self.lease, self.state, self.status, self.plans = map(
             self._key, ("meta", "messages", "lease", "state", "status", "plans")
         )

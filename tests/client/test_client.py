@@ -94,10 +94,13 @@ def test_plan(client, service):
     service.answer(200, {**to_json(PLAN), "gap": PLAN.gap})
     assert client.plan("j", after=2, wait=0.5) == PLAN
     service.answer(204)
-    assert client.plan("j") is None
+    assert client.plan("j", after=3) is None
+    service.answer(200, to_json(PLAN))
+    assert client.plan("j") == PLAN
     assert [asked.path for asked in service.asked] == [
         "/v1/jobs/j/plan?after=2&wait=0.5",
-        "/v1/jobs/j/plan?wait=0.0",
+        "/v1/jobs/j/plan?after=3&wait=0.0",
+        "/v1/jobs/j/plan",
     ]
 
 

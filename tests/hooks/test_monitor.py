@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,53 @@ def test_a_transfer_says_when_it_began(monitor, sidecar, hands):
     records = sidecar.records
     assert records.op.tolist() == [Op.P2P, Op.FORWARD, Op.P2P]
     assert records.start_ms.tolist() == pytest.approx([begun_ms + 5, np.nan, 12.5], nan_ok=True)
+
+
+def test_a_loader_in_another_thread_leaves_the_blocks_of_the_loop_alone(monitor, sidecar, hands):
+    def load() -> None:
+        with monitor.data():
+            begun.set()
+            assert ending.wait(300)
+
+    begun, ending = threading.Event(), threading.Event()
+    loader = threading.Thread(target=load)
+    with monitor.step():
+        with monitor.forward():
+            loader.start()
+            assert begun.wait(300)
+            hands.pass_ms(30)
+        ending.set()
+        loader.join()
+        with monitor.collective():
+            hands.pass_ms(20)
+    monitor.close()
+    records = sidecar.records
+    assert records.op.tolist() == [Op.FORWARD, Op.DATA, Op.COLLECTIVE]
+    assert records.compute_ms.tolist() == pytest.approx([30, 30, 20])
+    assert records.microbatch.tolist() == [0, -1, -1]
+    assert np.isnan(records.wait_ms).all()
+
+
+def test_a_step_that_runs_later_than_its_call_is_refused(monitor):
+    def passes():
+        yield
+
+    async def step():
+        pass
+
+    async def stream():
+        yield
+
+    for function in (passes, step, stream):
+        with pytest.raises(ContractError, match=r"with monitor\.step"):
+            monitor.step(function)
+
+
+def test_times_without_an_end_are_as_long_as_a_thread_can_wait(make_monitor, sidecar):
+    monitor = make_monitor(interval_s=1e300, heartbeat_s=0)
+    monitor.record(op=Op.FORWARD, compute_ms=1.0)
+    monitor.close(float("inf"))
+    assert len(sidecar.records) == 1
 
 
 def test_waiting_outside_any_block_is_nobodys(monitor, sidecar, hands):

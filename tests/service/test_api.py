@@ -11,8 +11,9 @@ import pytest
 from fakes import HEARTBEAT_TIMEOUT_S
 
 from resihp.client import Client
-from resihp.contracts import Job, Plan, from_json, to_json
+from resihp.contracts import ContractError, Job, Plan, from_json, to_json
 from resihp.contracts.codec import WireFormat
+from resihp.contracts.job import acceptable_name
 from tests.service.conftest import Http, batch_of, eventually, job_of
 
 JSON = {"Content-Type": "application/json"}
@@ -90,6 +91,37 @@ def test_a_retry_under_the_same_key_is_applied_once(http: Http):
     assert http.records("retry") == 64
 
 
+def test_a_retry_key_counts_for_the_route_on_which_it_came(http: Http):
+    http.register(job_of("keys"))
+    key = {"Idempotency-Key": "step-1"}
+    assert http.send("keys", batch_of(1), **key).json()["duplicate"] is False
+    answers = [
+        http("POST", "/v1/jobs/keys/failures", {"ranks": [6], "step": 1}, headers=key).json()
+        for _ in range(2)
+    ]
+    assert [answer["duplicate"] for answer in answers] == [False, True]
+    eventually(lambda: http.statuses("keys").get(6) == "fail_stop")
+
+
+def test_no_name_of_a_job_gives_it_keys_of_another(http: Http):
+    """Registering `a:events` deleted the history of `a`, whose worker then failed for ever."""
+    http.register(job_of("a"))
+    http("POST", "/v1/jobs/a/failures", {"ranks": [6], "step": 1})
+    eventually(lambda: http.get("/v1/jobs/a")["plan"]["version"] == 1)
+    http.register(job_of("a:events"))
+    Client(http.url).register(job_of("a%3Aevents"))
+    http("POST", "/v1/jobs/a/failures", {"ranks": [5], "step": 2})
+    eventually(lambda: http.get("/v1/jobs/a")["plan"]["version"] == 2)
+    assert http.get("/v1/jobs/a:events")["plan"]["version"] == 0
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "a\n", "", "x" * 129])
+def test_a_name_that_is_no_part_of_an_address_is_refused(name: str):
+    with pytest.raises(ContractError, match="name"):
+        job_of(name)
+    assert not name or job_of(acceptable_name(name))
+
+
 def test_a_retry_key_ends_with_the_registration_under_which_it_was_received(http: Http):
     key = {"Idempotency-Key": "a"}
     http.register(job_of("retried"))
@@ -143,7 +175,7 @@ def test_a_joiner_is_taken_note_of(http: Http):
     http.send("grows", batch_of(7))
     answer = http("POST", "/v1/jobs/grows/joiners", {"ranks": [8], "step": 7})
     assert answer.status == 202
-    assert answer.json() == {"accepted": 1}
+    assert answer.json() == {"accepted": 1, "duplicate": False}
     assert http("POST", "/v1/jobs/grows/joiners", {"ranks": [8], "why": "x"}).status == 422
     assert http("POST", "/v1/jobs/unknown/joiners", {"ranks": [8]}).status == 404
 

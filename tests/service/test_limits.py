@@ -25,6 +25,7 @@ from test_api import JSON, problem_of
 
 from detector import Detector, DetectorSettings
 from resihp.cli._serve import settings_from
+from resihp.client import Client
 from resihp.contracts import TelemetryBatch, codec, to_json
 from resihp.contracts.telemetry import MOST_MS
 from service import Settings, connections
@@ -317,6 +318,13 @@ def test_a_token_is_wanted_where_one_is_set(tmp_path):
             assert http("GET", "/v1/jobs", headers=headers).status == 200
         for path in ("/", "/healthz", "/docs", "/openapi.json", "/assets/swagger/swagger-ui.css"):
             assert http("GET", path).status == 200
+
+
+def test_white_space_around_a_token_is_left_out_on_both_sides(tmp_path):
+    with running(settings_of(tmp_path, token="secret\n")) as http:
+        Client(http.url, "secret\n").register(job_of("j"))
+    with pytest.raises(ValidationError, match="must not be empty"):
+        Settings(token=" \n")
 
 
 def test_without_a_token_only_local_names_are_served(tmp_path):
