@@ -59,7 +59,8 @@ class JobKeys:
     messages   stream of telemetry, heartbeats, acks and failures, in order of arrival
     lease      token of the worker that owns the job
     state      hash: detector, steps, session, their large arrays by names made of their content,
-               applied (id of the newest message in them), published_step
+               applied (id of the newest message in them), shown (the same of the steps that are
+               shown already)
     status     hash: verdicts, devices, diagnosis, planning, last_step, ... (JSON)
     plans      hash: version -> plan
     digests    hash: version -> digest of the plan, from version 1 on

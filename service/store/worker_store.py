@@ -249,13 +249,16 @@ class WorkerStore:
             commands.append(("PUBLISH", PLANS, lease.job))
         self._fenced(lease, commands, changes.events)
 
-    def publish(self, lease: Lease, status: Mapping[str, Any], steps: list[dict[str, Any]]) -> None:
+    def publish(
+        self, lease: Lease, status: Mapping[str, Any], steps: list[dict[str, Any]], applied: str
+    ) -> None:
         """Show steps and status before the commit that saves them. Raises `LeaseLostError`.
 
-        Records the newest step shown, so that a replay of the messages does not show it again.
+        Records the newest message that is applied in them, so that a replay does not show its steps
+        again.
         """
         keys = JobKeys(lease.job)
-        newest: _Command = ("HSET", keys.state, "published_step", steps[-1]["step"])
+        newest: _Command = ("HSET", keys.state, "shown", applied)
         self._fenced(lease, [newest, *self._shown(keys, status, steps)])
 
     def _shown(

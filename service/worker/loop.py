@@ -17,7 +17,7 @@ import redis
 from ..errors import LeaseLostError, StartError
 from ..logs import logger
 from ..settings import Settings
-from ..store.documents import JobMessage
+from ..store.documents import JobMessage, stream_order
 from ..store.embedded_redis import socket_path
 from ..store.worker_store import Lease, WorkerStore
 from .adapters import AdapterFactory, Adapters, load_adapters
@@ -202,7 +202,7 @@ class Worker:
         changes = owned.session.changes
         changes.steps, steps = [], changes.steps
         try:
-            self._store.publish(owned.lease, owned.changed_status(), steps)
+            self._store.publish(owned.lease, owned.changed_status(), steps, changes.applied[-1])
         except LeaseLostError:
             self._drop(job)
         owned.published_s = now_s
@@ -261,13 +261,16 @@ class Worker:
             session.resume(saved)
         self._owned[job] = OwnedJob(lease, session, frozenset(saved))
         claimed = self._store.claim(lease, saved.get("applied", b"0-0").decode())
+        shown = stream_order(saved.get("shown", b"0-0").decode())
         while (messages := _first_bytes(claimed, _READ_BYTES)) and not stop.is_set():
-            session.apply(*messages)
+            old = [message for message in messages if stream_order(message.id) <= shown]
+            if old:
+                session.apply(*old)
+                session.changes.steps = []
+            session.apply(*messages[len(old) :])
             self._alive_s = time.monotonic()
-        published = int(saved.get("published_step", b"-1"))
-        changes = session.changes
-        changes.steps = [step for step in changes.steps if step["step"] > published]
-        log.info("job acquired", job=job, worker=self.name, replayed=len(changes.applied))
+        replayed = len(session.changes.applied)
+        log.info("job acquired", job=job, worker=self.name, replayed=replayed)
 
     def _release(self, job: str, *, commit: bool = True) -> None:
         """Give up the lease of a job; messages that are not committed stay in its stream."""

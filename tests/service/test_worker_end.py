@@ -16,6 +16,7 @@ from service.store.embedded_redis import socket_path
 from service.store.schema import GROUP, JobKeys
 from service.worker import loop
 from service.worker.loop import Worker
+from service.worker.owned_job import OwnedJob
 from tests.service.conftest import batch_of, eventually, job_of, running
 
 STEPS = 12
@@ -66,3 +67,32 @@ def test_messages_that_are_too_costly_to_save_stay_for_the_next_worker(
             eventually(lambda: (http.get("/v1/jobs/j")["backlog"], unsaved()) == (0, 0))
         summaries = http.get("/v1/jobs/j/steps")["steps"]
         assert [summary["step"] for summary in summaries] == list(range(STEPS - 1))
+
+
+def test_steps_of_a_job_that_went_back_are_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved once, then shown only: a replay tells them by their messages, as numbers come again."""
+    settings = Settings(data=tmp_path, redis_url=None, worker=False, commit_every_s=0.05)
+    monkeypatch.setattr(loop, "_LEAVE_S", -1.0)
+    monkeypatch.setattr(loop, "_SAVE_SHARE", 1e-9)
+    monkeypatch.setattr(OwnedJob, "diagnosis_is_due", lambda *_, **__: False)  # it saves as well
+    with running(settings) as http:
+
+        def shown_after(steps: range) -> list[int]:
+            for step in steps:
+                assert http.send("j", batch_of(step)).status == 202
+            path = "/v1/jobs/j/steps?after=-1"
+
+            def shown() -> list[int]:
+                return [summary["step"] for summary in http.get(path)["steps"]]
+
+            return eventually(lambda: (found := shown())[-1:] == [steps[-2]] and found)
+
+        http.register(job_of())
+        with working(settings):
+            shown_after(range(90, 93))
+            shown_after(range(93, 97))
+            before = shown_after(range(10, 15))
+        with working(settings):
+            assert shown_after(range(15, 18)) == [*before, 14, 15, 16]
