@@ -37,6 +37,7 @@ from benchmarks._checkpoint_ranks_modes import (
     gathered,
     ranks_modes,
 )
+from benchmarks._report import install, peer_python
 from resihp.checkpoint import IndependentRank, ProcessGroupRanks, ShardedTensorPiece
 
 LAYERS, STAGES, BATCH, WARM_UP = 8, 2, 32, 2
@@ -239,25 +240,18 @@ def _status(field: str) -> int:
 
 
 @contextmanager
-def peer_python() -> Iterator[tuple[str, list[str]]]:
+def peers_python() -> Iterator[tuple[str, list[str]]]:
     """Install the peers that can be; the interpreter that sees them, and a line on each."""
     with tempfile.TemporaryDirectory(prefix="resihp-peers-") as folder:
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
-        python = str(Path(folder) / "bin" / "python")
-        site = next(Path(folder, "lib").glob("python*/site-packages"))
-        lent = [path for path in sys.path if path.endswith("site-packages")]
-        (site / "borrowed.pth").write_text("\n".join(lent) + "\n", encoding="utf-8")
-        notes = []
+        python, notes = peer_python(Path(folder)), []
         for package, version in PEER_VERSIONS.items():
             wanted = f"{package}=={version}"
-            pip = [python, "-m", "pip", "install", "--quiet", "--no-build-isolation", wanted]
-            environment = {**os.environ, "DS_BUILD_OPS": "0"}
-            done = subprocess.run(
-                pip, capture_output=True, text=True, timeout=400, check=False, env=environment
-            )
-            last = (done.stderr.strip().splitlines() or [""])[-1]
-            notes.append(f"does not install: {wanted}: {last}" if done.returncode else wanted)
-        yield python, notes
+            try:
+                install(python, "--no-build-isolation", wanted, DS_BUILD_OPS="0")
+                notes.append(wanted)
+            except RuntimeError as error:
+                notes.append(f"does not install: {wanted}: {error}")
+        yield str(python), notes
 
 
 def measure_ranks(
@@ -267,7 +261,7 @@ def measure_ranks(
     if not with_peers:
         jobs = {k: _launch(sys.executable, k, "", world, gib, steps, rounds, folder) for k in JOBS}
         return jobs, ["peers left out (--no-peers)"]
-    with peer_python() as (python, notes):
+    with peers_python() as (python, notes):
         jobs = {k: _launch(python, k, "", world, gib, steps, rounds, folder) for k in JOBS}
         for kind, peer in product(JOBS, PEERS):
             try:

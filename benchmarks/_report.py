@@ -1,10 +1,11 @@
-"""What all benchmarks share: the machine, a table, a file."""
+"""What all benchmarks share: the machine, a table, a file, an environment for peers."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,27 @@ def machine() -> str:
     if torch is not None and torch.cuda.is_available():
         parts.insert(2, torch.cuda.get_device_name(0))
     return ", ".join(parts)
+
+
+def peer_python(folder: Path) -> Path:
+    """Interpreter of a new virtual environment in `folder`, for the packages of peers; it sees
+    those of this one, as torch, behind them."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
+    site = next((folder / "lib").glob("python*/site-packages"))
+    lent = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "borrowed.pth").write_text("\n".join(lent) + "\n", encoding="utf-8")
+    return folder / "bin" / "python"
+
+
+def install(python: Path, *arguments: str, **environment: str) -> None:
+    """Install packages. Raises `RuntimeError` with the last line of what pip says."""
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*pip, *arguments], capture_output=True, text=True, timeout=400, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ._report import machine, print_table, write_json
+from ._report import install, machine, peer_python, print_table, write_json
 
 PEER = "traceml-ai==0.5.0"
 _WORKER = Path(__file__).with_name("_hooks_worker.py")
@@ -95,7 +95,8 @@ def peer_aggregator() -> Iterator[tuple[str, str]]:
     """Install the peer and run its aggregator; the peer's Python interpreter, and the
     aggregator's address as the workers take it."""
     with tempfile.TemporaryDirectory(prefix="resihp-peer-") as folder:
-        python = _install_peer(Path(folder) / "venv")
+        python = peer_python(Path(folder) / "venv")
+        install(python, PEER)
         port = _free_port()
         serve = [
             str(python.with_name("traceml")), "serve", "--mode", "summary", "--logs-dir", folder,
@@ -104,20 +105,6 @@ def peer_aggregator() -> Iterator[tuple[str, str]]:
         with _running(serve, stdout=subprocess.DEVNULL):
             _wait_for(port)
             yield str(python), f"127.0.0.1|{port}|benchmark|{folder}"
-
-
-def _install_peer(folder: Path) -> Path:
-    """A virtual environment with the peer, which sees this one's torch behind its own packages."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-    python = folder / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PEER]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
-    site = next((folder / "lib").glob("python*/site-packages"))
-    lent = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "borrowed.pth").write_text("\n".join(lent) + "\n", encoding="utf-8")
-    return python
 
 
 def _work(python: str, tool: str, address: str, seconds: float, device: str) -> dict[str, Any]:

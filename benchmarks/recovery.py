@@ -14,8 +14,6 @@ import json
 import math
 import statistics
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from typing import Any
 
 from benchmarks import _recovery_engine, _recovery_ours, _recovery_restart
 from benchmarks._recovery_job import HOLD_S, MICROBATCHES, PLACES, REPLICAS, STEPS
-from benchmarks._report import machine, print_table, write_json
+from benchmarks._report import install, machine, peer_python, print_table, write_json
 
 PEER = "torchft-nightly==2026.10.26"
 PEER_NEEDS = ("opentelemetry-exporter-otlp-proto-http>=1.39", "opentelemetry-sdk>=1.39")
@@ -72,7 +70,9 @@ def main() -> None:
         note = f"{PEER}: left out"
         if options.peer:
             try:
-                python = _install_peer(Path(environment) / "venv")
+                python = peer_python(Path(environment) / "venv")
+                install(python, *PEER_NEEDS)
+                install(python, "--no-deps", PEER)
                 for kind in ("tuned", "documented"):
                     contenders[f"torchft, {kind}"] = _peer(python, kind)
                 note = f"{PEER}; tuned: 0.5 s heartbeat, 0.1 s join"
@@ -274,22 +274,6 @@ def _peer(python: Path, kind: str) -> Callable[[Path], None]:
                 process.wait()
 
     return play
-
-
-def _install_peer(folder: Path) -> Path:
-    """A virtual environment with the peer, which sees this one's torch behind its own packages."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-    python = folder / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    for packages in (PEER_NEEDS, ("--no-deps", PEER)):
-        done = subprocess.run(
-            [*pip, *packages], capture_output=True, text=True, timeout=300, check=False
-        )
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
-    site = next((folder / "lib").glob("python*/site-packages"))
-    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    return python
 
 
 if __name__ == "__main__":
