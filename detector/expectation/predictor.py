@@ -324,7 +324,7 @@ class LearnedCorrection(Persistent):
         if predictor is not None:
             check_fitted(predictor, "booster_")
         self._settings = settings
-        self.predictor = predictor
+        self._use(predictor)
         self.misfit = False
         self._rows = np.empty((0, len(FEATURES)), np.float32)
         self._ratio = np.empty(0, np.float32)
@@ -369,20 +369,23 @@ class LearnedCorrection(Persistent):
     def _train(self) -> None:
         predictor = Predictor(seed=self._settings.seed)
         rows, ratio = self._rows.astype(np.float64), self._ratio.astype(np.float64)
-        self.predictor = predictor.fit_correction(rows, ratio)
+        self._use(predictor.fit_correction(rows, ratio))
         self._trained += 1
         if self._trained >= _ROUNDS:
             self._rows, self._ratio = self._rows[:0], self._ratio[:0]
         self.misfit = False
         self._spreads = np.zeros(2)
 
+    def _use(self, predictor: Predictor | None) -> None:
+        self.predictor = predictor
+        self._fitted = None if predictor is None else predictor.to_bytes()
+
     def state(self) -> State:
         """The saved attributes, and the predictor in the form of `Predictor.to_bytes`."""
-        fitted = None if self.predictor is None else self.predictor.to_bytes()
-        return {**super().state(), "predictor": fitted}
+        return {**super().state(), "predictor": self._fitted}
 
     def load(self, state: State) -> None:
         """Restores what `state` returned."""
         super().load(state)
         fitted = state["predictor"]
-        self.predictor = None if fitted is None else Predictor.from_bytes(fitted)
+        self._use(None if fitted is None else Predictor.from_bytes(fitted))
