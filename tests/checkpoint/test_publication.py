@@ -64,6 +64,22 @@ def test_what_a_killed_rank_was_publishing_is_deleted_later(tmp_path: Path) -> N
     assert {path.name for path in tmp_path.glob(".*.part")} == {".step-000000009.job.2.ready.part"}
 
 
+def test_what_another_job_is_publishing_is_not_swept(tmp_path: Path) -> None:
+    """The next job that finds it unlocked deletes it."""
+    ready = tmp_path / ".step-000000001.other.ready.part"
+    ready.mkdir()
+    (ready / "file").write_text("content")
+    publishing = os.open(ready, os.O_RDONLY)
+    fcntl.flock(publishing, fcntl.LOCK_EX)
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        save(saver, 2)
+    assert (ready / "file").exists()
+    os.close(publishing)
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        save(saver, 3)
+    assert not ready.exists()
+
+
 def test_a_rank_whose_folder_another_one_publishes_at_once_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

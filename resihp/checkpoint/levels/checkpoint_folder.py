@@ -159,7 +159,7 @@ class CheckpointFolder(Level):
     def _sweep(self, run: str) -> None:
         """Delete unfinished checkpoints of former runs of the job."""
         for path in set(self.folder.glob(".step-*.part")) - set(self._parts_of(run)):
-            shutil.rmtree(path, ignore_errors=True)
+            _delete_unpublished(path)
 
     def _parts_of(self, run: str) -> list[Path]:
         """List the unfinished checkpoints of this run, in any layout."""
