@@ -38,6 +38,12 @@ def test_save_is_atomic_and_verified(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
+def test_a_folder_with_another_spelling_of_a_step_is_torchs_alone(tmp_path: Path) -> None:
+    dcp.save(stamped(42), storage_writer=LazyWriter(tmp_path / "step-42"))
+    assert_stamped(load(tmp_path / "step-42"), 42)
+    assert LocalDisk(tmp_path).steps() == []
+
+
 def test_a_save_in_place_of_another(tmp_path: Path) -> None:
     writer = LazyWriter(tmp_path / "first")
     for step in range(3):

@@ -39,9 +39,10 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Step of a published folder of this name; None for other names."""
+    """Step of a published folder of this name; None for other names, such as `step-42`."""
     digits = name.removeprefix(_PREFIX)
-    return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
+    step = int(digits) if digits.isdecimal() else 0
+    return step if step_name(step) == name else None
 
 
 def part_folder(final: Path, run: str) -> Path:
