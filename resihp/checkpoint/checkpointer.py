@@ -161,8 +161,8 @@ class Checkpointer:
         for level in self.levels:
             try:
                 newest = max(newest, *level.steps(), -1)
-            except OSError as error:
-                problems.append(f"{level.name}: {error}")
+            except Exception as problem:  # noqa: BLE001 - storage may fail in any way
+                problems.append(f"{level.name}: {problem}")
         told = self.ranks.gather((newest, "; ".join(problems)))
         newest = max(step for step, _ in told)
         unread = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(told) if words]

@@ -31,6 +31,7 @@ from resihp.checkpoint import (
     PeerMemory,
     SharedStorage,
 )
+from resihp.checkpoint.levels import Level
 from resihp.checkpoint.levels.direct_file import DirectFile
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 from resihp.contracts import CheckpointError, ContractError
@@ -396,9 +397,27 @@ def test_the_newest_step_is_that_of_any_level(tmp_path: Path) -> None:
         assert saver.newest_step() == 2
 
 
-def test_a_job_does_not_begin_anew_because_a_level_cannot_be_read(tmp_path: Path) -> None:
-    levels = [UnreadDisk(tmp_path / "a"), LocalDisk(tmp_path / "b")]
-    with Checkpointer(levels) as saver, pytest.raises(CheckpointError, match="not now"):
+class UnreachableStorage(SharedStorage):
+    """Storage whose client raises errors of its own."""
+
+    def steps(self) -> list[int]:
+        raise RuntimeError("503")
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (UnreadDisk, "not now"),
+        (lambda folder: LocalDisk(folder / "a file"), "Not a directory"),
+        (lambda folder: UnreachableStorage(f"file://{folder}"), "503"),
+    ],
+)
+def test_a_job_does_not_begin_anew_because_a_level_cannot_be_read(
+    tmp_path: Path, make: Callable[[Path], Level], problem: str
+) -> None:
+    (tmp_path / "a file").write_text("content")
+    levels = [make(tmp_path), LocalDisk(tmp_path / "b")]
+    with Checkpointer(levels) as saver, pytest.raises(CheckpointError, match=problem):
         saver.newest_step()
 
 

@@ -91,8 +91,10 @@ class CheckpointFolder(Level):
         ]
 
     def newest_born(self) -> int:
-        """`born` of the newest lineage in this folder; 0 for none."""
-        return max((_lineage(path).born for _, path in self._published()), default=0)
+        """`born` of the newest lineage in this folder; 0 for none, or if it cannot be read."""
+        with contextlib.suppress(OSError):
+            return max((_lineage(path).born for _, path in self._published()), default=0)
+        return 0
 
     def torn(self) -> dict[int, str]:
         """Steps of published folders without `.metadata`, with the reason for messages."""
@@ -106,7 +108,11 @@ class CheckpointFolder(Level):
         return FolderReader(self.folder / step_name(step))
 
     def _published(self) -> list[tuple[int, Path]]:
-        found = [(step_of(path.name), path) for path in sorted(self.folder.glob(f"{_PREFIX}*"))]
+        try:
+            names = sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return []
+        found = [(step_of(name), self.folder / name) for name in names]
         return [(step, path) for step, path in found if step is not None]
 
     def _publish(self, part: Path, own: FileIndex) -> None:
