@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -113,3 +115,22 @@ def test_parts_that_leave_a_gap_or_overlap_are_refused() -> None:
         assign_writers([[claim("a", 0, 4, 8)], [claim("a", 4, 2, 8)]])
     with pytest.raises(ContractError, match="10 elements"):
         assign_writers([[claim("a", 0, 5, 8)], [claim("a", 3, 5, 8)]])
+
+
+def test_a_checkpoint_of_more_ranks_than_a_process_may_open_files(tmp_path: Path) -> None:
+    """Whatever fails, all files are closed."""
+    count = 60
+    save(tmp_path, [[ShardedTensorPiece("w", (count,), (k,), torch.ones(1))] for k in range(count)])
+    into = [ShardedTensorPiece("w", (count,), (0,), torch.zeros(count))]
+    limits, before = resource.getrlimit(resource.RLIMIT_NOFILE), os.listdir("/proc/self/fd")
+    free = sorted(set(range(len(before) + count)) - set(map(int, before)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[count // 2], limits[1]))
+    try:
+        restore([LocalDisk(tmp_path)], into, IndependentRank())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert torch.equal(into[0].tensor, torch.ones(count))
+    (tmp_path / "step-000000003" / f"__{count - 1}_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=f"__{count - 1}_0.distcp"):
+        restore([LocalDisk(tmp_path)], into, IndependentRank())
+    assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -21,6 +21,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 
 from resihp.contracts import CheckpointError, ContractError
 
@@ -31,6 +32,8 @@ from .direct_file import DirectFile, sync_folder, synced_folder, write_whole
 from .level import CheckpointReader, Level, valid_keep
 
 _PREFIX = "step-"
+_MOST_OPEN = 16
+"""Files that a reader holds open."""
 
 
 def step_name(step: int) -> str:
@@ -186,16 +189,31 @@ class CheckpointFolder(Level):
 
 
 class FolderReader(CheckpointReader):
-    """Reads a published checkpoint past the page cache."""
+    """Reads a published checkpoint past the page cache.
+
+    Files are opened when they are read. A few stay open, which keeps them readable once the folder
+    is deleted; a checkpoint may have more files than the process may open.
+    """
 
     def __init__(self, folder: Path) -> None:
         paths = sorted(folder.glob("__*.index.json"))
         found = [read_index(path.read_text(), f"{folder}, {path.name}") for path in paths]
         self.indexes = by_rank(found, folder)
-        self._files = {rank: DirectFile.existing(folder / data_name(rank)) for rank in self.indexes}
+        self._folder, self._lock = folder, Lock()
+        self._files: dict[int, DirectFile] = {}
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        self._files[rank].read(into, start)
+        path = self._folder / data_name(rank)
+        with self._lock:
+            if rank not in self._files and len(self._files) < _MOST_OPEN:
+                self._files[rank] = DirectFile.existing(path)
+            kept = self._files.get(rank)
+        file = kept or DirectFile.existing(path)
+        try:
+            file.read(into, start)
+        finally:
+            if file is not kept:
+                file.close()
 
     def close(self) -> None:
         for file in self._files.values():

@@ -171,9 +171,10 @@ class _NodesReader(PeerReader):
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
         if self._own is not None and rank in self._is_own:
-            self._own.read(rank, start, into)
-        else:
-            super().read(rank, start, into)
+            with contextlib.suppress(OSError):
+                self._own.read(rank, start, into)
+                return
+        super().read(rank, start, into)
 
     def close(self) -> None:
         super().close()
