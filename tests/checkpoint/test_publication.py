@@ -46,6 +46,52 @@ def test_a_publication_that_fails_leaves_nothing_behind(
     assert_stamped(into, 4)
 
 
+def test_a_step_that_is_saved_again_is_there_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, disk, found = os.rename, LocalDisk(tmp_path / "disk"), []
+    names = tmp_path / "one", tmp_path / "other"
+    for name in names:
+        name.touch()
+    if not checkpoint_folder._exchange(*names):
+        pytest.skip("this file system cannot exchange two names")
+
+    def rename(one: Path, other: Path) -> None:
+        found.append(disk.steps())
+        real(one, other)
+
+    with Checkpointer([disk]) as saver:
+        save(saver, 1)
+        monkeypatch.setattr(os, "rename", rename)
+        save(saver, 1)
+    assert found == [[1]] * len(found)
+    assert found
+    assert [path.name for path in disk.folder.iterdir()] == ["step-000000001"]
+
+
+def test_where_names_cannot_be_exchanged_a_failure_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left, disk = os.rename, [1], LocalDisk(tmp_path)
+
+    def rename(one: Path, other: Path) -> None:
+        if one.name.endswith(".ready.part") and left:
+            raise OSError(left.pop(), "not now")
+        real(one, other)
+
+    monkeypatch.setattr(checkpoint_folder, "_exchange", lambda *_: False)
+    with Checkpointer([disk]) as saver:
+        save(saver, 1)
+        before = disk.checkpoints()
+        monkeypatch.setattr(os, "rename", rename)
+        save(saver, 1)
+        assert saver.counters.levels[disk.name].failed == 1
+        assert disk.checkpoints() == before
+        save(saver, 1)
+        assert disk.checkpoints() != before
+    assert_stamped(back_from(disk)[1], 1)
+
+
 def test_what_a_killed_rank_was_publishing_is_deleted_later(tmp_path: Path) -> None:
     """Another rank may be publishing a checkpoint of the layout before: it is left in peace."""
     for step, layout in ((1, "job.1"), (2, "job.2"), (9, "job.2")):

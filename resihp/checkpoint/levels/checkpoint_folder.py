@@ -15,6 +15,7 @@ No rank waits for another, and a checkpoint that a lost rank did not finish is n
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import shutil
@@ -31,6 +32,8 @@ from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_l
 from .direct_file import DirectFile, sync_folder, synced_folder, write_whole
 from .level import CheckpointReader, Level, valid_keep
 
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Arguments of Linux's renameat2: names are paths; exchange both."""
 _PREFIX = "step-"
 _MOST_OPEN = 16
 """Files that a reader holds open."""
@@ -63,12 +66,16 @@ def write_index(part: Path, index: FileIndex) -> None:
 
 
 def publish_folder(part: Path, final: Path, metadata: bytes) -> None:
-    """Write `.metadata` and rename a folder to its final name, in place of an existing one."""
+    """Write `.metadata` and rename a folder to its final name, in place of an existing one.
+
+    A complete checkpoint has that name at any time, if the file system can exchange two names.
+    """
     write_whole(part / METADATA, metadata)
     sync_folder(part)
     if os.path.lexists(final):
-        _retire(final)
-    os.rename(part, final)
+        _replace(final, part)
+    else:
+        os.rename(part, final)
     sync_folder(final.parent)
 
 
@@ -248,6 +255,29 @@ def _retire(folder: Path) -> None:
     retired = _retired_folder(folder)
     _delete(retired)
     os.rename(folder, retired)
+
+
+def _replace(final: Path, part: Path) -> None:
+    """Give a folder its final name, and retire the one that had it."""
+    retired = _retired_folder(final)
+    if _exchange(part, final):
+        _delete(retired)
+        with contextlib.suppress(OSError):  # another job has swept it
+            os.rename(part, retired)
+        return
+    _retire(final)
+    try:
+        os.rename(part, final)
+    except OSError:
+        os.rename(retired, final)
+        raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False if the system or the file system cannot."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return call is not None and not call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
 def _delete(path: Path) -> None:
