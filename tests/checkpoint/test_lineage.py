@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,11 +79,12 @@ def test_a_level_that_was_away_does_not_bring_the_abandoned_past_back(levels: li
 def test_what_is_damaged_gives_way_to_its_own_past_alone(levels: list[Level]) -> None:
     disk, shared = levels
     go_back_without_disk(levels, range(3, 4))
-    (Path(shared.name.removeprefix("file://")) / "step-000000003" / "__0_0.distcp").unlink()
+    (file,) = Path(shared.name.removeprefix("file://")).glob("step-000000003/*.distcp")
+    file.unlink()
     restored, into = back_from(disk, shared)
     assert (restored.step, restored.level) == (2, disk.name)
     assert_stamped(into, 2)
-    assert "step-000000003/__0_0.distcp" in restored.skipped[0]
+    assert f"step-000000003/{file.name}" in restored.skipped[0]
 
 
 def test_going_back_within_a_process(levels: list[Level]) -> None:
@@ -126,20 +128,31 @@ def test_files_of_different_runs_are_no_checkpoint(tmp_path: Path) -> None:
         disk.open(2)
 
 
-def test_what_comes_late_from_an_abandoned_past_replaces_nothing(tmp_path: Path) -> None:
-    disk, state = LocalDisk(tmp_path, keep=1), stamped(7 + AGAIN)
-    with Checkpointer([disk], clock=lambda: 10) as late:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: LocalDisk(folder, keep=1),
+        lambda folder: SharedStorage(f"file://{folder}", keep=1),
+    ],
+    ids=["disk", "shared"],
+)
+def test_what_comes_late_from_an_abandoned_past_replaces_nothing(
+    tmp_path: Path, make: Callable[[Path], Level]
+) -> None:
+    level, state = make(tmp_path), stamped(7 + AGAIN)
+    with Checkpointer([level], clock=lambda: 10) as late:
         train(late, range(6, 7))
-        with Checkpointer([LocalDisk(tmp_path, keep=1)], clock=lambda: 20) as saver:
+        with Checkpointer([make(tmp_path)], clock=lambda: 20) as saver:
             saver.save(7, state)
         stamp(state, 7)
         late.save(7, state)
         assert late.wait(300)
-        level = late.counters.levels[disk.name]
-        assert (level.saved, level.failed, level.newest_step) == (1, 1, 6)
-    assert_stamped(back_from(disk)[1], 7 + AGAIN)
-    assert disk.steps() == [7]
+        counters = late.counters.levels[level.name]
+        assert (counters.saved, counters.failed, counters.newest_step) == (1, 1, 6)
+    assert_stamped(back_from(level)[1], 7 + AGAIN)
+    assert level.steps() == [7]
     assert not list(tmp_path.glob(".*.part"))
+    assert len(list(tmp_path.rglob("*.distcp"))) == 1
 
 
 def test_a_run_from_the_beginning_is_the_newest_whatever_the_clock(tmp_path: Path) -> None:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
-from resihp.checkpoint import Checkpointer, IndependentRank, LocalDisk, ShardedTensorPiece
-from resihp.checkpoint.levels import checkpoint_folder
-from tests.checkpoint.helpers import assert_stamped, back_from, stamped
+from resihp.checkpoint import (
+    Checkpointer,
+    IndependentRank,
+    LocalDisk,
+    ShardedTensorPiece,
+    SharedStorage,
+)
+from resihp.checkpoint.levels import Level, checkpoint_folder
+from resihp.checkpoint.restore import restore
+from tests.checkpoint.helpers import assert_stamped, back_from, load_by_torch, stamped
 
 
 def save(saver: Checkpointer, step: int) -> None:
@@ -160,3 +170,74 @@ def test_a_rank_whose_folder_another_one_publishes_at_once_has_saved(
         counters = saver.counters.levels[str(tmp_path)]
         assert (counters.saved, counters.failed) == (1, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
+
+
+def save_rows(level: Level, ranks: Sequence[int], count: int, run: str, value: float) -> None:
+    """Some of `count` ranks save step 1, one after the other."""
+    for rank in ranks:
+        rows = torch.full((12 // count, 1000), value)
+        row = ShardedTensorPiece("w", (12, 1000), (rank * len(rows), 0), rows)
+        with Checkpointer([level], ranks=IndependentRank(rank, range(count), run)) as saver:
+            saver.save(1, [row])
+        assert not saver.counters.levels[level.name].failed
+
+
+@pytest.mark.parametrize("uploaded", [(3,), (0, 1, 2, 3)])
+def test_fewer_ranks_upload_the_step_of_a_run_that_died(
+    uploaded: tuple[int, ...], tmp_path: Path
+) -> None:
+    shared, into = SharedStorage(f"file://{tmp_path}"), {"w": torch.zeros(12, 1000)}
+    save_rows(shared, uploaded, 4, "one", 1.0)
+    save_rows(shared, (0, 1), 2, "27/11", 2.0)
+    restore([shared], into, IndependentRank())
+    assert torch.equal(into["w"], torch.full_like(into["w"], 2.0))
+    load_by_torch(tmp_path / "step-000000001", into)
+    assert torch.equal(into["w"], torch.full_like(into["w"], 2.0))
+
+
+def test_a_folder_without_runs_in_its_names_is_read_without_the_indexes_of_another_run(
+    tmp_path: Path,
+) -> None:
+    """`LocalDisk` writes such names, and `SharedStorage` has written them."""
+    into = {"w": torch.zeros(12, 1000)}
+    save_rows(LocalDisk(tmp_path / "old"), range(4), 4, "one", 1.0)
+    save_rows(LocalDisk(tmp_path / "new"), range(2), 2, "two", 2.0)
+    stale = tmp_path / "old" / "step-000000001" / "__3.index.json"
+    stale.rename(tmp_path / "new" / "step-000000001" / stale.name)
+    restore([SharedStorage(f"file://{tmp_path}/new")], into, IndependentRank())
+    assert torch.equal(into["w"], torch.full_like(into["w"], 2.0))
+
+
+@pytest.mark.parametrize(
+    ("refused", "ours"),
+    [(".distcp", 1), (".index.json", 1), ("lineage.json", 1), (".metadata", 2)],
+)
+def test_an_upload_of_the_same_step_leaves_one_complete_wherever_it_ends(
+    refused: str, ours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours may be the new one already while torch reads the former; both are complete."""
+    shared, real = SharedStorage(f"file://{tmp_path}"), LocalFileSystem._open
+
+    def refusing(self: LocalFileSystem, path: str, mode: str, **options: Any) -> Any:
+        if "w" in mode and path.endswith(refused):
+            raise OSError(errno.EIO, "unreachable")
+        return real(self, path, mode, **options)
+
+    def save_again(value: int, failed: int) -> None:
+        with Checkpointer([shared]) as saver:
+            saver.save(1, stamped(value))
+        assert saver.counters.levels[shared.name].failed == failed
+
+    def assert_found(ours: int, torchs: int) -> None:
+        assert_stamped(back_from(shared)[1], ours)
+        into = stamped(-1)
+        load_by_torch(tmp_path / "step-000000001", into)
+        assert_stamped(into, torchs)
+
+    save_again(1, failed=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "_open", refusing)
+        save_again(2, failed=1)
+    assert_found(ours, torchs=1)
+    save_again(3, failed=0)
+    assert_found(3, torchs=3)

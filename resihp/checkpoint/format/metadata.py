@@ -6,8 +6,10 @@ It pickles classes of torch alone, so that `torch.distributed.checkpoint` reads 
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from urllib.parse import quote, unquote
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -31,15 +33,27 @@ METADATA = ".metadata"
 LINEAGE = "lineage.json"
 """File with the lineage of the checkpoint, which spares reading an index."""
 
-
-def data_name(rank: int) -> str:
-    """Name of a rank's file."""
-    return f"__{rank}_0.distcp"
+_NAME = re.compile(r"__\d+(?:_\d+)?(?:\.(.+))?\.(?:distcp|index\.json)")
 
 
-def index_name(rank: int) -> str:
-    """Name of the index of a rank's file."""
-    return f"__{rank}.index.json"
+def data_name(rank: int, run: str = "") -> str:
+    """Name of a rank's file; with the run where files of several runs share a folder."""
+    return f"__{rank}_0{_infix(run)}.distcp"
+
+
+def index_name(rank: int, run: str = "") -> str:
+    """Name of the index of a rank's file; with the run as in `data_name`."""
+    return f"__{rank}{_infix(run)}.index.json"
+
+
+def run_of(name: str) -> str | None:
+    """Run in the name of a file or an index; "" if it has none, None for other names."""
+    found = _NAME.fullmatch(name)
+    return found and unquote(found[1] or "")
+
+
+def _infix(run: str) -> str:
+    return f".{quote(run, safe='')}" if run else ""
 
 
 def by_rank(indexes: Iterable[FileIndex], where: object) -> dict[int, FileIndex]:
@@ -57,22 +71,22 @@ def by_rank(indexes: Iterable[FileIndex], where: object) -> dict[int, FileIndex]
     return found
 
 
-def to_metadata(indexes: Sequence[FileIndex]) -> bytes:
-    """Content of `.metadata`."""
-    return _pickled(tuple((i.rank, i.tensors, i.objects) for i in indexes))
+def to_metadata(indexes: Sequence[FileIndex], run: str = "") -> bytes:
+    """Content of `.metadata`; `run` as in the names of the files."""
+    return _pickled(tuple((data_name(i.rank, run), i.tensors, i.objects) for i in indexes))
 
 
 @lru_cache(maxsize=2)
 def _pickled(
-    ranks: tuple[tuple[int, tuple[IndexEntry, ...], tuple[IndexEntry, ...]], ...],
+    files: tuple[tuple[str, tuple[IndexEntry, ...], tuple[IndexEntry, ...]], ...],
 ) -> bytes:
     """Cached: consecutive checkpoints of a job differ at most in the lengths of objects."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for rank, tensors, objects in ranks:
+    for name, tensors, objects in files:
         for entry in tensors + objects:
-            where = _StorageInfo(data_name(rank), entry.start, entry.length)
+            where = _StorageInfo(name, entry.start, entry.length)
             places[_describe(entry, described)] = where
             paths[entry.key] = tuple(str(s[0]) if isinstance(s, tuple) else s for s in entry.path)
     meta = Metadata(described, paths, places, StorageMeta(), CURRENT_DCP_VERSION)

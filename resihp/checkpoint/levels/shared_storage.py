@@ -1,14 +1,16 @@
 """Shared storage at any fsspec URL: a bucket, a network file system, a folder.
 
 Object stores cannot rename: a checkpoint is complete once its `.metadata` exists, which is written
-last, by the rank that finds the index of every rank in place.
+last, by the rank that finds the index of every rank in place. The names of data and indexes hold
+the run: another run that saves the same step leaves a complete one whole until it is complete too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import fsspec
@@ -16,8 +18,24 @@ import fsspec
 from resihp.contracts import CheckpointError, ContractError
 
 from ..format.index import CHUNK_BYTES, FileIndex, read_index
-from ..format.metadata import LINEAGE, METADATA, by_rank, data_name, index_name, to_metadata
-from ..history import Lineage, StoredCheckpoint, expired, lineage_json, merged_lineage, read_lineage
+from ..format.metadata import (
+    LINEAGE,
+    METADATA,
+    by_rank,
+    data_name,
+    index_name,
+    run_of,
+    to_metadata,
+)
+from ..history import (
+    UNKNOWN,
+    Lineage,
+    StoredCheckpoint,
+    expired,
+    lineage_json,
+    merged_lineage,
+    read_lineage,
+)
 from ..staging.in_flight import InFlightCheckpoint
 from .checkpoint_folder import step_name, step_of
 from .level import CheckpointReader, Level, valid_keep
@@ -44,15 +62,16 @@ class SharedStorage(Level):
             raise ContractError("url", f"{url}: {problem}") from problem
 
     def put(self, checkpoint: InFlightCheckpoint) -> None:
-        """Upload file and index; the last rank writes `.metadata` and deletes old checkpoints."""
+        """Upload file and index; the last rank publishes the step and deletes old checkpoints.
+
+        Raises `CheckpointError` if this step of a run that began later is complete.
+        """
         me = checkpoint.identity
-        folder = f"{self._root}/{step_name(me.step)}"
+        folder, run = self._folder(me.step), me.lineage.run
         self._fs.makedirs(folder, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(f"{folder}/{METADATA}")
-        with self._fs.open(f"{folder}/{data_name(me.rank)}", "wb") as file:
+        with self._fs.open(f"{folder}/{data_name(me.rank, run)}", "wb") as file:
             index = self._send(checkpoint, file)
-        self._fs.pipe_file(f"{folder}/{index_name(me.rank)}", index.to_json().encode())
+        self._fs.pipe_file(f"{folder}/{index_name(me.rank, run)}", index.to_json().encode())
         if self._publish(folder, index):
             self._drop_old(me.step)
 
@@ -71,59 +90,93 @@ class SharedStorage(Level):
         return checkpoint.index()
 
     def _publish(self, folder: str, own: FileIndex) -> bool:
-        indexes = []
-        for rank in own.ranks:
-            try:
-                indexes.append(self._index(folder, rank))
-            except FileNotFoundError:
-                return False
-        if any(index.run != own.run for index in indexes):
-            return False  # of a former run of the job; will be overwritten
+        """Publish the files of this run, if all are there, in place of those of another one.
+
+        Both are complete while the lineage is already of this run and `.metadata` of the other.
+        """
+        run, names = own.run, self._names(folder)
+        needed = {name(rank, run) for rank in own.ranks for name in (data_name, index_name)}
+        if not needed <= names:
+            return False
+        indexes = self._indexes(folder, needed)
         lineage = merged_lineage(index.lineage for index in indexes)
+        former = self._lineage(folder) if METADATA in names else UNKNOWN
+        if former.born > lineage.born:
+            self._delete(folder, needed)
+            raise CheckpointError(f"{folder} is there, of a run that began later")
         self._fs.pipe_file(f"{folder}/{LINEAGE}", lineage_json(lineage))
-        self._fs.pipe_file(f"{folder}/{METADATA}", to_metadata(indexes))
+        self._fs.pipe_file(f"{folder}/{METADATA}", to_metadata(indexes, run))
+        replaced = {former.run, UNKNOWN.run} - {run}
+        self._delete(folder, {name for name in names if run_of(name) in replaced})
         return True
 
     def checkpoints(self) -> list[StoredCheckpoint]:
         return [
-            StoredCheckpoint(step, self._lineage(step)) for step, whole in self._folders() if whole
+            StoredCheckpoint(step, self._lineage(self._folder(step)))
+            for step, is_whole in self._folders()
+            if is_whole
         ]
 
     def open(self, step: int) -> SharedStorageReader:
-        folder = f"{self._root}/{step_name(step)}"
-        found = [self._index(folder, rank) for rank in self._ranks(folder)]
-        return SharedStorageReader(self._fs, folder, by_rank(found, folder))
+        """Open a checkpoint: the files of the run in its lineage, beside which others may be.
 
-    def _lineage(self, step: int) -> Lineage:
-        folder = f"{self._root}/{step_name(step)}"
+        Names without a run are those of `LocalDisk`, whose folders may be copied here.
+        """
+        folder = self._folder(step)
+        run, names = self._lineage(folder).run, self._names(folder)
+        in_names = run if run in map(run_of, names) else ""
+        found = self._indexes(folder, (name for name in names if run_of(name) == in_names))
+        of_run = [index for index in found if index.run == run or not run]
+        return SharedStorageReader(self._fs, folder, in_names, by_rank(of_run, folder))
+
+    def _lineage(self, folder: str) -> Lineage:
+        """Read the lineage of a checkpoint.
+
+        Falls back to the newest run with all indexes if the file is missing or damaged.
+        """
         with contextlib.suppress(FileNotFoundError):
             lineage = read_lineage(self._fs.cat_file(f"{folder}/{LINEAGE}"))
             if lineage is not None:
                 return lineage
-        indexes = []
-        for rank in self._ranks(folder):
+        by_run: dict[str, list[FileIndex]] = defaultdict(list)
+        for name in self._names(folder):
             with contextlib.suppress(FileNotFoundError, UnicodeError, CheckpointError):
-                indexes.append(self._index(folder, rank))
-        return merged_lineage(index.lineage for index in indexes)
+                for index in self._indexes(folder, [name]):
+                    by_run[index.run].append(index)
+        complete = [
+            merged_lineage(index.lineage for index in each)
+            for each in by_run.values()
+            if {index.rank for index in each}.issuperset(each[0].in_folder)
+        ]
+        return max(complete, key=lambda lineage: lineage.born, default=UNKNOWN)
 
-    def _ranks(self, folder: str) -> list[int]:
-        names = [str(path).rsplit("/", 1)[-1] for path in self._fs.ls(folder, detail=False)]
-        return sorted(int(n[2:].split(".")[0]) for n in names if n.endswith(".index.json"))
+    def _indexes(self, folder: str, names: Iterable[str]) -> list[FileIndex]:
+        """Read those of the objects that are indexes."""
+        paths = [f"{folder}/{name}" for name in sorted(names) if name.endswith(".index.json")]
+        return [read_index(self._fs.cat_file(path).decode(), path) for path in paths]
 
-    def _index(self, folder: str, rank: int) -> FileIndex:
-        path = f"{folder}/{index_name(rank)}"
-        return read_index(self._fs.cat_file(path).decode(), path)
+    def _folder(self, step: int) -> str:
+        return f"{self._root}/{step_name(step)}"
+
+    def _names(self, folder: str) -> set[str]:
+        """Names of what is in a folder; empty if it does not exist."""
+        self._fs.invalidate_cache(folder)
+        with contextlib.suppress(FileNotFoundError):
+            paths = self._fs.ls(folder, detail=False)
+            return {str(path).rstrip("/").rsplit("/", 1)[-1] for path in paths}
+        return set()
+
+    def _delete(self, folder: str, names: Iterable[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(f"{folder}/{name}")
 
     def _folders(self) -> Iterator[tuple[int, bool]]:
-        self._fs.invalidate_cache()
-        try:
-            paths = self._fs.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return
-        for path in sorted(str(path).rstrip("/") for path in paths):
-            step = step_of(path.rsplit("/", 1)[-1])
+        """Yield the step of each folder, and whether it is complete."""
+        for name in sorted(self._names(self._root)):
+            step = step_of(name)
             if step is not None:
-                yield step, self._fs.exists(f"{path}/{METADATA}")
+                yield step, METADATA in self._names(self._folder(step))
 
     def _drop_old(self, published: int) -> None:
         """Delete all but the best `keep`, and unfinished ones older than those."""
@@ -132,9 +185,8 @@ class SharedStorage(Level):
         oldest = min({one.step for one in found} - dropped | {published})
         for step, is_whole in list(self._folders()):
             if step in dropped or (not is_whole and step < oldest):
-                folder = f"{self._root}/{step_name(step)}"
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(f"{folder}/{METADATA}")
+                folder = self._folder(step)
+                self._delete(folder, [METADATA])
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm(folder, recursive=True)
 
@@ -142,11 +194,11 @@ class SharedStorage(Level):
 class SharedStorageReader(CheckpointReader):
     """Reads a checkpoint on shared storage by byte ranges."""
 
-    def __init__(self, fs: Any, folder: str, indexes: Mapping[int, FileIndex]) -> None:
-        self._fs, self._folder, self.indexes = fs, folder, indexes
+    def __init__(self, fs: Any, folder: str, run: str, indexes: Mapping[int, FileIndex]) -> None:
+        self._fs, self._folder, self._run, self.indexes = fs, folder, run, indexes
 
     def read(self, rank: int, start: int, into: memoryview) -> None:
-        path = f"{self._folder}/{data_name(rank)}"
+        path = f"{self._folder}/{data_name(rank, self._run)}"
         content = self._fs.cat_file(path, start=start, end=start + len(into))
         if len(content) < len(into):
             raise OSError(f"{path} ends too early")
