@@ -181,7 +181,8 @@ def _read(chunks: _ChunkReader, job: _ReadJob) -> None:
     for dim, (start, size) in enumerate(zip(*job.shared, strict=True)):
         goal = goal.narrow(dim, start - job.wanted.offsets[dim], size)
     is_dense = job.stop - job.start == goal.numel() * dtype.itemsize
-    if is_dense and goal.is_contiguous() and goal.dtype == dtype and not goal.is_cuda:
+    is_plain = goal.is_contiguous() and not (goal.is_cuda or goal.is_conj() or goal.is_neg())
+    if is_dense and is_plain and goal.dtype == dtype:
         chunks.copy(job.index, job.start, flat_bytes(goal))
         return
     content = torch.empty(job.stop - job.start, dtype=torch.uint8)

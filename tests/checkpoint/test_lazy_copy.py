@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,18 @@ def test_tensors_with_gaps_and_of_all_kinds_come_back(tmp_path: Path) -> None:
         saver.restore(into)
     for key, value in state.items():
         assert torch.equal(into[key], value), key
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_a_view_whose_memory_differs_from_its_values_is_filled(
+    tmp_path: Path, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"w": torch.full((4,), 1 + 2j)})
+        saver.wait()
+        into = view(torch.zeros(4, dtype=torch.complex64))
+        saver.restore({"w": into})
+    assert torch.equal(into, torch.full((4,), 1 + 2j))
 
 
 def test_a_state_that_grows_while_host_memory_holds_the_smaller_one(tmp_path: Path) -> None:
