@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -146,7 +146,8 @@ def _try(
         except ContractError:
             raise
         except Exception as problem:  # noqa: BLE001 - storage may fail in any way
-            skipped.append(f"step {step} on {level.name} is unusable: {problem}")
+            reason = str(problem) or type(problem).__name__
+            skipped.append(f"step {step} on {level.name} is unusable: {reason}")
     return None
 
 
@@ -181,9 +182,7 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
     chosen = reader.indexes.get(rank) or reader.indexes[min(reader.indexes)]
     key = extra_entry({}, chosen.rank).key
     own = next((e for e in chosen.objects if e.key == key), None)
-    extra = {} if own is None else read_object(reader, chosen, own)
-    assert isinstance(extra, dict)
-    return extra
+    return {} if own is None else cast(Mapping[str, object], read_object(reader, chosen, own))
 
 
 def _different_shapes(tensors: Sequence[TensorEntry], entries: Sequence[Located]) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from resihp.checkpoint import Checkpointer, LocalDisk, SharedStorage
+from resihp.checkpoint.levels.level import CheckpointReader
 from resihp.contracts import CheckpointError, ContractError
 from tests.checkpoint.helpers import assert_stamped, back_from, stamp, stamped
 
@@ -128,6 +129,17 @@ def test_with_nothing_left_the_error_says_what_was_wrong_with_each(disk: LocalDi
     for step in range(3):
         flip(disk.folder / f"step-{step:09d}" / DATA, 1 << 20)
     with pytest.raises(CheckpointError, match=r"step 2 .* step 1 .* step 0"):
+        back_from(disk)
+
+
+def test_an_error_without_words_is_named_by_its_type(
+    disk: LocalDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(step: int) -> CheckpointReader:
+        raise TimeoutError
+
+    monkeypatch.setattr(disk, "open", fail)
+    with pytest.raises(CheckpointError, match="unusable: TimeoutError"):
         back_from(disk)
 
 

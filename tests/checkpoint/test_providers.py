@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from resihp.checkpoint import (
 from resihp.checkpoint.format import shard_file
 from resihp.checkpoint.format.index import CHUNK_BYTES
 from resihp.checkpoint.restore import restore
-from resihp.checkpoint.staging import objects
+from resihp.checkpoint.staging import objects, stager
 from resihp.checkpoint.staging.stager import LEAST_CACHE_BYTES
+from resihp.checkpoint.state_dict import ObjectEntry
 from resihp.contracts import ContractError
 from tests.checkpoint.helpers import GatedDisk
 
@@ -206,6 +208,23 @@ def test_objects_are_those_of_their_save(
             restored = saver.restore(into, step=step)
             assert repr((into["box"], into["value"])) == repr(([first], second))
             assert repr(restored.extra) == repr({"box": [first]})
+
+
+def test_extra_is_any_mapping_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        assert saver.save(0, {"w": torch.ones(2)}, extra=UserDict(cursor=5))
+        assert saver.wait(PATIENCE_S)
+        assert dict(saver.restore({"w": torch.zeros(2)}).extra) == {"cursor": 5}
+        wrong: Any = [5]
+        assert not saver.save(1, {"w": torch.ones(2)}, extra=wrong)
+        assert "extra: a mapping of names to values, not list" in str(saver.counters.failures)
+        as_given = ObjectEntry("resihp.extra.0", ("resihp", "extra", "0"), wrong)
+        monkeypatch.setattr(stager, "extra_entry", lambda *_: as_given)
+        saver.save(2, {"w": torch.ones(2)})  # as earlier versions did
+        assert saver.wait(PATIENCE_S)
+        assert saver.restore({"w": torch.zeros(2)}).extra == [5]
 
 
 class Uncopied:

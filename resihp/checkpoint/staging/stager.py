@@ -172,8 +172,13 @@ class Stager:
         state: State,
         extra: Mapping[str, object],
     ) -> CapturedState:
-        """Capture a state that the plan is for, with objects and buffers of modules as they are."""
+        """Capture a state that the plan is for, with objects and buffers of modules as they are.
+
+        Raises `ContractError` if `extra` is no mapping.
+        """
         assert self._plan is not None
+        if not isinstance(extra, Mapping):
+            raise ContractError("extra", f"a mapping of names to values, not {type(extra).__name__}")
         modules = [*self._modules, *(state.values() if isinstance(state, Mapping) else ())]
         volatile = {
             buffer.data_ptr()
@@ -185,7 +190,7 @@ class Stager:
         if volatile:
             sources = [_copied_if(source, volatile) for source in sources]
         entries = [entry for entry in collected.objects if entry.key in self._plan.objects]
-        entries.append(extra_entry(extra, self._ranks.rank))
+        entries.append(extra_entry(dict(extra), self._ranks.rank))
         return CapturedState(
             ShardIdentity(step, self._ranks.rank, lineage, self._ranks.all),
             self._plan.file,
