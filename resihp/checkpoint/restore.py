@@ -252,7 +252,7 @@ def _set_values(into: State, state: Mapping[str, object]) -> None:
 
 
 def _is_owned(into: State, path: Path) -> bool:
-    return isinstance(into, Mapping) and provider_of(into.get(str(path[0]))) is not None
+    return isinstance(into, Mapping) and provider_of(_get(into, path[0])) is not None
 
 
 def _get(container: Any, step: str | int | tuple[int]) -> Any:

@@ -171,6 +171,19 @@ def test_a_view_whose_memory_differs_from_its_values_is_filled(
     assert torch.equal(into, torch.full((4,), 1 + 2j))
 
 
+def test_an_optimizer_under_an_integer_gets_moments_it_does_not_have_yet(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer, again = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {0: optimizer})
+        saver.wait()
+        saver.restore({0: again})
+    for restored, moments in zip(again.state.values(), optimizer.state.values(), strict=True):
+        assert torch.equal(restored["exp_avg"], moments["exp_avg"])
+
+
 def test_a_state_that_grows_while_host_memory_holds_the_smaller_one(tmp_path: Path) -> None:
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
