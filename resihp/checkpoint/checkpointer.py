@@ -22,7 +22,7 @@ from .ranks import IndependentRank, ProcessGroupRanks, Ranks
 from .restore import Restored, restore
 from .staging.in_flight import CheckpointAbandoned, InFlightCheckpoint
 from .staging.stager import LEAST_CACHE_BYTES, CapturedState, Stager, save_items_of
-from .state_dict import CollectedState, State, collect
+from .state_dict import CollectedState, State, collect, opened
 from .vote import Vote, VoteQueue
 
 _SETTLE_TIMEOUT_S = 10.0
@@ -273,7 +273,7 @@ class Checkpointer:
         self._pause_s = 0.0
         if self._votes is None:
             return self._stager.fit(state)
-        collected = collect(state)
+        collected = collect(opened(state))
         vote.items = lambda: save_items_of(collected)
         if self._votes.newest.version != self._version or not self._stager.has_plan(collected):
             self._plan_together(collected, vote, self._votes)

@@ -18,11 +18,12 @@ from torch.nn.parameter import is_lazy
 from resihp.contracts import ContractError
 
 from .providers import (
+    LazyObject,
     LazyTensor,
+    StatefulProvider,
     StateProvider,
     TensorSource,
     check_shard,
-    is_provider,
     provider_of,
 )
 
@@ -111,21 +112,25 @@ class CollectedState(NamedTuple):
     objects: list[ObjectEntry]
 
 
-def collect(state: State) -> CollectedState:
+def collect(state: OpenedState) -> CollectedState:
     """List tensors and objects of a state, in its order.
 
-    Raises `ContractError` for a name that occurs twice and for tensors that cannot be saved.
+    Raises `ContractError` for a name that occurs twice or is neither text nor an integer, for
+    providers that were not opened and for tensors that cannot be saved.
     """
     tensors: list[TensorEntry] = []
     objects: list[ObjectEntry] = []
-    for path, value in _leaves(opened(state).values):
+    stateful = [at for at, one in state.providers if isinstance(one, StatefulProvider)]
+    load_all = [tuple(map(_step, at)) for at in stateful]  # also providers in their state
+    for path, value in _leaves(state.values):
         found = _tensor_entries(path, value)
-        if found is None and is_provider(value):
-            raise ContractError(name(path), "providers are values of the state or of a provider")
-        if found is None:
+        if found is not None:
+            tensors += found
+        elif provider_of(value) is None or any(path[: len(at)] == at for at in load_all):
             objects.append(ObjectEntry(name(path), path, value))
         else:
-            tensors += found
+            reason = "providers, modules and optimizers are values of the state or of a provider"
+            raise ContractError(name(path), reason)
     boxes: list[object] = [(entry.key, entry.offsets) for entry in tensors]
     names: list[object] = [entry.key for entry in objects]
     for seen in (boxes, names):
@@ -194,10 +199,9 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not _is_object(value, path):
         for key, inner in value.items():
-            step = (key,) if isinstance(key, int) else str(key)
-            yield from _leaves(inner, (*path, step))
+            yield from _leaves(inner, (*path, _step(key)))
     elif isinstance(value, list) and _is_open(value):
         for index, inner in enumerate(value):
             yield from _leaves(inner, (*path, index))
@@ -205,13 +209,37 @@ def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
         yield path, value
 
 
+def _step(key: object) -> str | tuple[int]:
+    return (key,) if isinstance(key, int) else str(key)
+
+
+def _is_object(value: Mapping[object, object], path: Path) -> bool:
+    """Return True for a mapping whose keys are no names: it is saved as one value.
+
+    Raises `ContractError` if that cannot be, as it is the state or holds what is saved by itself.
+    """
+    others = [key for key in value if not isinstance(key, str | int)]
+    if not others:
+        return False
+    leaves = (leaf for key in value for _, leaf in _leaves(value[key], (*path, str(key))))
+    if not path or any(map(_is_separate, leaves)):
+        reason = f"names of entries are texts or integers, not {others[0]!r}"
+        raise ContractError(name(path) or "state", reason)
+    return True
+
+
 def _is_open(value: Iterable[object]) -> bool:
     """Return True if a list holds values that are saved separately."""
-    return any(
-        isinstance(inner, Mapping | Tensor | ShardedTensorPiece)
-        or (isinstance(inner, list) and _is_open(inner))
-        for inner in value
+    one_of_each_type = {type(inner): inner for inner in value}.values()
+    return any(isinstance(one, Mapping) or _is_separate(one) for one in one_of_each_type) or any(
+        _is_open(inner) for inner in value if isinstance(inner, list)
     )
+
+
+def _is_separate(value: object) -> bool:
+    """Return True for values that are never part of an object."""
+    kinds = Tensor | ShardedTensorPiece | LazyTensor | LazyObject
+    return isinstance(value, kinds) or provider_of(value) is not None
 
 
 def _tensor_entries(path: Path, value: object) -> list[TensorEntry] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections import UserDict
 from collections.abc import Callable
@@ -176,10 +177,56 @@ def test_a_lazy_object_is_made_behind_the_training_thread(tmp_path: Path) -> Non
     assert made[0] is not threading.current_thread()
 
 
-def test_a_provider_where_none_is_looked_for_is_refused_by_name(tmp_path: Path) -> None:
-    problem = r"a\.b: providers are values of the state"
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"a": {"b": Engine(1.0, [])}}, "a.b"),
+        ({"a": {"b": torch.nn.Linear(3, 2)}}, "a.b"),
+        ({"a": [torch.nn.Linear(3, 2)]}, "a.0"),
+    ],
+)
+def test_a_provider_where_none_is_looked_for_is_refused_by_name(
+    tmp_path: Path, state: dict[str, object], name: str
+) -> None:
+    problem = f"{name}: providers, modules and optimizers are values of the state"
     with Checkpointer([LocalDisk(tmp_path)]) as saver, pytest.raises(ContractError, match=problem):
-        saver.prepare({"a": {"b": Engine(1.0, [])}})
+        saver.prepare(state)
+
+
+class Schedule:
+    """Has a part with a `state_dict` of its own in its own, as schedulers have."""
+
+    def __init__(self, part: Schedule | None = None, count: int = 0) -> None:
+        self.part, self.count = part, count
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def test_what_a_state_dict_holds_is_its_owners(tmp_path: Path) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {0: Schedule(Schedule(count=5)), "kind": Schedule})
+        assert saver.wait(PATIENCE_S)
+        into: dict[Any, Any] = {0: Schedule(Schedule()), "kind": None}
+        saver.restore(into)
+    assert into[0].part.count == 5
+    assert into["kind"] is Schedule
+
+
+@pytest.mark.parametrize("key", [("en", "web"), 0.5, None])
+def test_a_mapping_whose_keys_are_no_names_is_one_object(tmp_path: Path, key: object) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"seen": {key: 7, "all": {"more": 8}}, "w": torch.ones(2)})
+        assert saver.wait(PATIENCE_S)
+        into: dict[str, Any] = {"seen": {key: 0}, "w": torch.zeros(2)}
+        saver.restore(into)
+        assert into["seen"] == {key: 7, "all": {"more": 8}}
+        for state in ({"seen": {key: {"w": torch.ones(2)}}}, {key: 7}):
+            with pytest.raises(ContractError, match=re.escape(f"not {key!r}")):
+                saver.prepare(state)  # type: ignore[arg-type]
 
 
 values = st.recursive(

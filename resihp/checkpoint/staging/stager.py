@@ -16,7 +16,7 @@ from ..format.shard_file import ShardFile, ShardSpec
 from ..history import Lineage
 from ..providers import TensorSource, memory_of
 from ..ranks import Ranks, SaveItem, assign_writers
-from ..state_dict import CollectedState, State, collect, extra_entry
+from ..state_dict import CollectedState, State, collect, extra_entry, opened
 from .copier import Copier, chunks_of, write_order
 from .fence import FenceWait
 from .host_buffer import begin, collapse, populate
@@ -132,7 +132,7 @@ class Stager:
 
         Raises `ContractError` for a state that cannot be saved.
         """
-        collected = collect(state)
+        collected = collect(opened(state))
         if not self.has_plan(collected):
             self.plan(collected, self._ranks.gather(save_items_of(collected)))
         self._fit_cache()
@@ -178,7 +178,8 @@ class Stager:
         """
         assert self._plan is not None
         if not isinstance(extra, Mapping):
-            raise ContractError("extra", f"a mapping of names to values, not {type(extra).__name__}")
+            kind = type(extra).__name__
+            raise ContractError("extra", f"a mapping of names to values, not {kind}")
         modules = [*self._modules, *(state.values() if isinstance(state, Mapping) else ())]
         volatile = {
             buffer.data_ptr()
