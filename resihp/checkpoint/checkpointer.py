@@ -260,7 +260,7 @@ class Checkpointer:
         collected = self._collect(state, vote)  # also if not due: the ranks plan together
         if not is_due:
             return None
-        self._last = self._stager.capture(step, lineage, collected, state, extra)
+        self._last = self._stager.capture(step, lineage, collected, extra)
         return self._begin(self._last)
 
     def _newest_born(self) -> int:

@@ -132,7 +132,7 @@ class LazyWriter(StorageWriter, AsyncStager):
                 if not before.changed.wait_for(lambda: before.is_idle, _RELEASE_TIMEOUT_S):
                     raise CheckpointError("the save before has not ended")
         collected = self._stager.fit(state_dict)
-        captured = self._stager.capture(0, Lineage(""), collected, state_dict, {})
+        captured = self._stager.capture(0, Lineage(""), collected, {})
         checkpoint = self._staged = self._stager.lend(captured, 0.0)
         assert checkpoint is not None, "the cache is free"
         checkpoint.taken[_READER] = 0

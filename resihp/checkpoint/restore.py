@@ -154,7 +154,7 @@ def _try(
 def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, object]:
     """Fill `into`, and return the extra of this rank."""
     state, providers = of_into = opened(into)
-    tensors, objects = collect(of_into)
+    tensors, objects, _ = collect(of_into)
     lazy = [entry for entry in tensors if isinstance(entry.source, LazyTensor)]
     made_of = {id(entry): entry.materialized() for entry in lazy}
     tensors = [made_of.get(id(entry), entry) for entry in tensors]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -106,10 +106,11 @@ def extra_entry(extra: Mapping[str, object], rank: int) -> ObjectEntry:
 
 
 class CollectedState(NamedTuple):
-    """All entries of a state, in its order."""
+    """All entries of a state, in its order, and the modules that gave some of them."""
 
     tensors: list[TensorEntry]
     objects: list[ObjectEntry]
+    modules: list[nn.Module]
 
 
 def collect(state: OpenedState) -> CollectedState:
@@ -120,8 +121,8 @@ def collect(state: OpenedState) -> CollectedState:
     """
     tensors: list[TensorEntry] = []
     objects: list[ObjectEntry] = []
-    stateful = [at for at, one in state.providers if isinstance(one, StatefulProvider)]
-    load_all = [tuple(map(_step, at)) for at in stateful]  # also providers in their state
+    stateful = [(at, one) for at, one in state.providers if isinstance(one, StatefulProvider)]
+    load_all = [tuple(map(_step, at)) for at, _ in stateful]  # also providers in their state
     for path, value in _leaves(state.values):
         found = _tensor_entries(path, value)
         if found is not None:
@@ -137,7 +138,8 @@ def collect(state: OpenedState) -> CollectedState:
         if len(set(seen)) < len(seen):
             first = next(each for each in seen if seen.count(each) > 1)
             raise ContractError(str(first), "occurs twice in the state")
-    return CollectedState(tensors, objects)
+    modules = [one.stateful for _, one in stateful if isinstance(one.stateful, nn.Module)]
+    return CollectedState(tensors, objects, modules)
 
 
 class OpenedState(NamedTuple):

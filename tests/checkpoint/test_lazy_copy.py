@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 
 from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, LocalDisk
 from resihp.checkpoint.restore import restore
@@ -139,6 +142,40 @@ def test_statistics_that_the_forward_pass_changes_are_those_of_the_save(tmp_path
     with Checkpointer([LocalDisk(tmp_path)]) as saver:
         saver.restore({"model": again})
     assert torch.equal(again.running_mean, before)
+
+
+class Holder:
+    """A provider with a module inside."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def provide_state(self) -> dict[str, object]:
+        return {"model": self.model}
+
+    def load_state(self, state: dict[str, object]) -> None:
+        """Do nothing: the module has loaded its own."""
+
+
+@pytest.mark.parametrize("held", [Holder, lambda model: model])
+def test_statistics_of_any_module_in_the_state_are_those_of_the_save(
+    tmp_path: Path, held: Callable[[torch.nn.Module], object]
+) -> None:
+    """Also those of a distributed module, which are `DTensor`s."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, disk = init_device_mesh("cpu", (1,)), GatedDisk(tmp_path)
+        model, again = (distribute_module(torch.nn.BatchNorm1d(4), mesh) for _ in range(2))
+        with Checkpointer([disk], ranks=IndependentRank()) as saver:
+            saver.save(0, {"held": held(model)})
+            model.running_mean.to_local().fill_(9.0)
+            disk.gate.set()
+            assert saver.wait(300)
+            again.running_mean.to_local().fill_(5.0)
+            saver.restore({"held": held(again)})
+        assert torch.equal(again.running_mean.to_local(), torch.zeros(4))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_tensors_with_gaps_and_of_all_kinds_come_back(tmp_path: Path) -> None:

@@ -222,9 +222,9 @@ def write_order(
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             moments = optimizer.state.get(parameter, {}).values()
             for tensor in (parameter, *(m for m in moments if isinstance(m, Tensor))):
-                turn.setdefault(_local(tensor).data_ptr(), len(turn))
+                turn.setdefault(local_of(tensor).data_ptr(), len(turn))
     turns = [
-        min((turn.get(_local(tensor).data_ptr(), -1) for tensor in memory_of(source)), default=-1)
+        min((turn.get(local_of(tensor).data_ptr(), -1) for tensor in memory_of(source)), default=-1)
         for source in sources
     ]
     return sorted(range(len(sources)), key=turns.__getitem__)
@@ -232,13 +232,13 @@ def write_order(
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """First and last (exclusive) address of the tensor, gaps included."""
-    local = _local(tensor)
+    local = local_of(tensor)
     reach = 1 + sum((n - 1) * by for n, by in zip(local.shape, local.stride(), strict=True))
     start = local.data_ptr()
     return start, start + (reach * local.itemsize if local.numel() else 0)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
     """Return the local shard of a `DTensor`, or the tensor itself."""
     local = getattr(tensor, "to_local", None)
     return tensor.detach() if local is None else local().detach()

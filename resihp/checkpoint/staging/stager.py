@@ -17,7 +17,7 @@ from ..history import Lineage
 from ..providers import TensorSource, memory_of
 from ..ranks import Ranks, SaveItem, assign_writers
 from ..state_dict import CollectedState, State, collect, extra_entry, opened
-from .copier import Copier, chunks_of, write_order
+from .copier import Copier, chunks_of, local_of, write_order
 from .fence import FenceWait
 from .host_buffer import begin, collapse, populate
 from .host_cache import BLOCK_BYTES, HostCache
@@ -169,8 +169,7 @@ class Stager:
         step: int,
         lineage: Lineage,
         collected: CollectedState,
-        state: State,
-        extra: Mapping[str, object],
+        extra: object,
     ) -> CapturedState:
         """Capture a state that the plan is for, with objects and buffers of modules as they are.
 
@@ -180,13 +179,11 @@ class Stager:
         if not isinstance(extra, Mapping):
             kind = type(extra).__name__
             raise ContractError("extra", f"a mapping of names to values, not {kind}")
-        modules = [*self._modules, *(state.values() if isinstance(state, Mapping) else ())]
         volatile = {
-            buffer.data_ptr()
-            for module in modules
-            if isinstance(module, nn.Module)
+            local_of(buffer).data_ptr()
+            for module in (*self._modules, *collected.modules)
             for buffer in module.buffers()  # running statistics, which the forward pass may change
-        }
+        } - {0}  # without memory
         sources = [collected.tensors[pick].source for pick in self._plan.picks]
         if volatile:
             sources = [_copied_if(source, volatile) for source in sources]
