@@ -184,7 +184,7 @@ class Checkpointer:
         self._drain(time.monotonic() + _SETTLE_TIMEOUT_S)  # levels should not change during reads
         self.ranks.gather(None)
         restored = restore(self.levels, into, self.ranks, step=step)
-        self._history.branch(restored.newest_born)
+        self._history.branch(restored.step, restored.newest_born)
         return restored
 
     def wait(self, timeout_s: float = 600.0) -> bool:

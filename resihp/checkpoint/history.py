@@ -56,6 +56,7 @@ class RunHistory:
         self._run, self._clock, self._stored = run, clock, stored
         self._count = self._born = 0
         self._last: int | None = None
+        self._restored: int | None = None
         self._lineage = Lineage(run)
 
     def at(self, step: int) -> Lineage:
@@ -63,14 +64,20 @@ class RunHistory:
         if self._last is None or step <= self._last:
             self._born = max(self._clock(), self._born + 1, self._stored() + 1)
             suffix = f"-{self._count}" if self._count else ""
-            self._lineage = Lineage(self._run + suffix, self._born, step)
-            self._count += 1
+            first = step if self._restored is None else min(step, self._restored + 1)
+            self._lineage = Lineage(self._run + suffix, self._born, first)
+            self._count, self._restored = self._count + 1, None
         self._last = step
         return self._lineage
 
-    def branch(self, newest_born: int) -> None:
-        """Begin a new lineage with the next save, younger than `newest_born`."""
-        self._last, self._born = None, max(self._born, newest_born)
+    def branch(self, restored: int, newest_born: int) -> None:
+        """Begin a new lineage with the next save, younger than `newest_born`.
+
+        It trains from the step `restored` on: later ones of the past are abandoned, whichever of
+        its own it saves first.
+        """
+        self._last, self._restored = None, restored
+        self._born = max(self._born, newest_born)
 
 
 def valid_step(step: object) -> int:

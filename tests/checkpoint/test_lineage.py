@@ -87,6 +87,17 @@ def test_what_is_damaged_gives_way_to_its_own_past_alone(levels: list[Level]) ->
     assert f"step-000000003/{file.name}" in restored.skipped[0]
 
 
+def test_what_came_after_the_restored_step_is_abandoned_though_the_next_save_is_later(
+    levels: list[Level],
+) -> None:
+    disk, shared = levels
+    go_back_without_disk(levels, range(5, 6))
+    (Path(shared.name.removeprefix("file://")) / "step-000000005" / "__0_0.distcp").unlink()
+    restored, into = back_from(disk, shared)
+    assert restored.step == 2
+    assert_stamped(into, 2)
+
+
 def test_going_back_within_a_process(levels: list[Level]) -> None:
     memory = HostMemory()
     with Checkpointer([memory, *levels]) as saver:
@@ -195,10 +206,12 @@ def test_what_does_not_tell_its_lineage_is_the_last_choice() -> None:
 
 
 def test_a_lineage_lasts_while_steps_go_up() -> None:
-    ticks = iter([10, 20, 5])
+    ticks = iter([10, 20, 5, 5])
     descent = RunHistory("r", lambda: next(ticks))
     assert descent.at(4) is descent.at(5)
     back = descent.at(5)
     assert (back.run, back.born, back.first) == ("r-1", 20, 5)
-    descent.branch(newest_born=90)
-    assert descent.at(6).born == 91
+    descent.branch(restored=3, newest_born=90)
+    assert (descent.at(6).born, descent.at(7).first) == (91, 4)
+    descent.branch(restored=7, newest_born=0)
+    assert descent.at(7).first == 7, "saved again"
