@@ -18,6 +18,7 @@ import pickle
 import re
 import shutil
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from concurrent.futures import Future as PythonFuture
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Thread, current_thread
 from typing import Any, TypeAlias
 
 import torch
@@ -62,6 +63,7 @@ StateDict: TypeAlias = dict[str, Any]
 
 _READER = "dcp"
 _RELEASE_TIMEOUT_S = 600.0
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,36 @@ class _CurrentSave(threading.local):
     run: _Run | None = None
 
 
+@dataclass(eq=False)
+class _StagedSave:
+    """A save by `dcp.async_save`, for which a checkpoint is copied.
+
+    copied  the state on the host
+    caller  thread that called `async_save`
+    saver   thread of this save alone, in which torch plans and writes; None: not begun
+    """
+
+    checkpoint: InFlightCheckpoint
+    copied: PythonFuture[StateDict]
+    caller: Thread
+    saver: Thread | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it calls `write_data` no more, which torch does not tell after a failure."""
+        if self.saver is not None:
+            return not self.saver.is_alive()
+        return self.copied.done() and self.copied.exception() is not None
+
+
 class LazyWriter(StorageWriter, AsyncStager):
     """A `StorageWriter` for `dcp.save`, and its own `AsyncStager` for `dcp.async_save`.
 
     path  folder to publish; replaced by the `checkpoint_id` given to torch
 
     With `dcp.async_save` the state is copied in the background: call `fence`, or `attach` the
-    optimizer, before it changes. A further save waits until the one before has been written.
+    optimizer, before it changes. A further save waits until the one before has been written or has
+    failed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -109,7 +134,7 @@ class LazyWriter(StorageWriter, AsyncStager):
         one_of_several = IndependentRank(0, (0, 1), "dcp")  # DCP assigns the writers itself
         self._stager = Stager(one_of_several)
         self._threads = ThreadPoolExecutor(1, "resihp-checkpoint-stage")
-        self._staged: InFlightCheckpoint | None = None
+        self._staged: _StagedSave | None = None
 
     def attach(self, optimizer: torch.optim.Optimizer, *modules: nn.Module) -> None:
         """Call `fence` before each step of the optimizer; see `Checkpointer.attach`."""
@@ -119,26 +144,29 @@ class LazyWriter(StorageWriter, AsyncStager):
     def fence(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Wait until these tensors (None: all) are copied; call it right before they change."""
         if self._staged is not None:
-            self._stager.fence(self._staged, tensors)
+            self._stager.fence(self._staged.checkpoint, tensors)
 
     def stage(self, state_dict: StateDict) -> PythonFuture[StateDict]:
-        """Begin to copy, once the save before is written; the future returns the state on the host.
+        """Begin to copy, once the save before has ended; the future returns the state on the host.
 
         The host cache, an image of the state, is in use until then.
         """
-        before = self._staged
-        if before is not None:
-            with before.changed:
-                if not before.changed.wait_for(lambda: before.is_idle, _RELEASE_TIMEOUT_S):
-                    raise CheckpointError("the save before has not ended")
+        if self._staged is not None:
+            _wait_for_release(self._staged)
         collected = self._stager.fit(state_dict)
         captured = self._stager.capture(0, Lineage(""), collected, {})
-        checkpoint = self._staged = self._stager.lend(captured, 0.0)
+        checkpoint = self._stager.lend(captured, 0.0)
         assert checkpoint is not None, "the cache is free"
         checkpoint.taken[_READER] = 0
-        copied = _on_host(state_dict, _image_views(checkpoint), ())
+        try:
+            on_host = _on_host(state_dict, _image_views(checkpoint), ())
+        except BaseException:
+            checkpoint.done_with(_READER)
+            raise
         self._stager.start(checkpoint)
-        return self._threads.submit(_once_copied, checkpoint, copied)
+        copied = self._threads.submit(_once_copied, checkpoint, on_host)
+        self._staged = _StagedSave(checkpoint, copied, current_thread())
+        return copied
 
     def synchronize_staging(self) -> None:
         """Call `fence`, by torch's name."""
@@ -165,6 +193,12 @@ class LazyWriter(StorageWriter, AsyncStager):
             self._path = Path(checkpoint_id)
         self._save.path, self._save.run = self._path, None
 
+    def storage_meta(self) -> None:
+        """Note the thread of a staged save, in which torch calls this first."""
+        staged = self._staged
+        if staged is not None and staged.saver is None and current_thread() is not staged.caller:
+            staged.saver = current_thread()
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
@@ -187,8 +221,9 @@ class LazyWriter(StorageWriter, AsyncStager):
         try:
             return self._write(plan, planner)
         finally:
-            if self._staged is not None:
-                self._staged.done_with(_READER)
+            staged = self._staged
+            if staged is not None and staged.saver in (None, current_thread()):
+                staged.checkpoint.done_with(_READER)
                 self._stager.move_to_huge_pages()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -276,6 +311,17 @@ def _object(
     assert not isinstance(content, Tensor)
     key = item.index.fqn
     return key, paths.get(key, (key,)), content.getbuffer()
+
+
+def _wait_for_release(staged: _StagedSave) -> None:
+    """Wait until the host cache is free of a save, at most `_RELEASE_TIMEOUT_S`."""
+    checkpoint, deadline_s = staged.checkpoint, time.monotonic() + _RELEASE_TIMEOUT_S
+    with checkpoint.changed:
+        while not checkpoint.changed.wait_for(lambda: checkpoint.is_idle, _POLL_S):
+            if staged.has_ended:
+                checkpoint.done_with(_READER)
+            if time.monotonic() > deadline_s:
+                raise CheckpointError("the save before has not ended")
 
 
 def _once_copied(checkpoint: InFlightCheckpoint, copied: StateDict) -> StateDict:

@@ -14,7 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
+import resihp.checkpoint.dcp
 from resihp.checkpoint import LazyWriter, LocalDisk
 from tests.checkpoint.helpers import assert_stamped, back_from, run_until_killed, stamp, stamped
 
@@ -164,6 +167,70 @@ def test_a_save_after_one_that_could_not_be_written(tmp_path: Path) -> None:
     done = dcp.async_save(state, checkpoint_id=tmp_path / "one", storage_writer=writer)
     done.upload_completion.result(timeout=300)
     assert_stamped(load(tmp_path / "one"), 1)
+    writer.close()
+
+
+class Failing(DefaultSavePlanner):
+    """Cannot plan."""
+
+    def create_global_plan(self, *arguments: object) -> Any:
+        raise ValueError("no plan")
+
+
+def test_a_save_after_one_that_could_not_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch does not call the writer again after that."""
+    monkeypatch.setattr(resihp.checkpoint.dcp, "_RELEASE_TIMEOUT_S", 30)
+    state, writer = stamped(1), LazyWriter(tmp_path / "latest")
+    failed = dcp.async_save(state, storage_writer=writer, planner=Failing())
+    with pytest.raises(CheckpointException, match="no plan"):
+        failed.upload_completion.result(timeout=300)
+    dcp.async_save(state, storage_writer=writer).upload_completion.result(timeout=300)
+    assert_stamped(load(tmp_path / "latest"), 1)
+    writer.close()
+
+
+class Uncopied:
+    """A value that refuses a deep copy."""
+
+    def __deepcopy__(self, memo: object) -> Uncopied:
+        raise ValueError("no copy")
+
+
+def test_a_save_after_one_that_could_not_be_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resihp.checkpoint.dcp, "_RELEASE_TIMEOUT_S", 30)
+    state, writer = stamped(1), LazyWriter(tmp_path / "latest")
+    with pytest.raises(ValueError, match="no copy"):
+        dcp.async_save({**state, "object": Uncopied()}, storage_writer=writer)
+    dcp.async_save(state, storage_writer=writer).upload_completion.result(timeout=300)
+    assert_stamped(load(tmp_path / "latest"), 1)
+    writer.close()
+
+
+def test_a_save_in_the_training_thread_leaves_the_cache_to_one_under_way(tmp_path: Path) -> None:
+    writer, is_planning, goes_on = LazyWriter(tmp_path), threading.Event(), threading.Event()
+
+    class Late(DefaultSavePlanner):
+        def finish_plan(self, plan: SavePlan) -> SavePlan:
+            is_planning.set()
+            assert goes_on.wait(60)
+            return super().finish_plan(plan)
+
+    under_way = dcp.async_save(
+        stamped(1), checkpoint_id=tmp_path / "1", storage_writer=writer, planner=Late()
+    )
+    assert is_planning.wait(60)
+    dcp.save(stamped(2), checkpoint_id=tmp_path / "2", storage_writer=writer)
+    assert writer._staged is not None
+    is_released = writer._staged.checkpoint.is_idle
+    goes_on.set()
+    under_way.upload_completion.result(timeout=300)
+    assert (is_released, writer._staged.checkpoint.is_idle) == (False, True)
+    for step in (1, 2):
+        assert_stamped(load(tmp_path / str(step)), step)
     writer.close()
 
 
