@@ -11,6 +11,7 @@ import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import selectors
@@ -30,11 +31,21 @@ from typing import IO, Any
 from .options import Command
 from .preloading import can_be_preloaded, preload, top_level_imports
 
+_log = logging.getLogger("resihp.launch")
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo")  # the first update imports the last
 _EVENT_BYTES = 1 << 10
 _MOST_DESCRIPTORS = 3
 _CLOSE_S = 1.0
 _PR_SET_PDEATHSIG = 1
+_PACKAGES = Path(__file__).parents[2]
+_START = """\
+import sys
+if not sys.flags.safe_path:
+    del sys.path[0]  # the current folder, whose files are the script's business
+sys.path.append(sys.argv[2])
+from resihp.launch.fork_server import serve
+serve(int(sys.argv[1]))
+"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,7 @@ class ForkServer:
             except OSError:
                 message = b""
             if not message:
+                _log.error("the process that forks the ranks has ended, and they with it")
                 self._kill_groups()
                 found += [Ended(key, -signal.SIGKILL) for key in sorted(self._alive)]
                 self._alive.clear()
@@ -159,7 +171,7 @@ def _file_in_memory() -> IO[bytes]:
 def start_python(control: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the process that forks, in a session of its own; `control` is its end of the socket."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", __name__, str(control)],
+        [sys.executable, "-u", "-c", _START, str(control), str(_PACKAGES)],
         env=dict(environment),
         pass_fds=[control],
         stdin=subprocess.DEVNULL,
@@ -261,7 +273,7 @@ class _Server:
             self._signal(message)
         if "preload" in message:
             command = Command(**message["preload"])
-            sys.argv, sys.path[0] = [command.target, *command.arguments], _folder_of(command)
+            _pose_as(command)
             self._to_import = top_level_imports(command)
         return None
 
@@ -347,10 +359,13 @@ class _Server:
             self._trial = (pid, name)
 
 
-def _folder_of(command: Command) -> str:
-    """The folder that Python puts first on the path for this command."""
+def _pose_as(command: Command) -> None:
+    """Set arguments and path as Python does for this command."""
+    sys.argv = [command.target, *command.arguments]
     is_script = command.kind == "script"
-    return str(Path(command.target).resolve().parent) if is_script else os.getcwd()
+    folder = str(Path(command.target).resolve().parent) if is_script else os.getcwd()
+    if not sys.flags.safe_path and sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
 
 
 def end_with(parent: int) -> None:
@@ -385,15 +400,16 @@ class _Task:
             os.close(descriptor)
         os.environ.update(self.variables)
         command = self.command
-        arguments = [command.target, *command.arguments]
         if command.kind == "program":
-            os.execvp(command.target, arguments)
+            for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and then by the program
+                signal.signal(ignored, signal.SIG_DFL)
+            os.execvp(command.target, [command.target, *command.arguments])
         # Their state is that of the server; `random` reseeds itself, CUDA's generators come later.
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
         if "torch" in sys.modules:
             sys.modules["torch"].default_generator.seed()
-        sys.argv, sys.path[0] = arguments, _folder_of(command)
+        _pose_as(command)
         _show_tracebacks_of_the_script()
         if command.kind == "module":
             runpy.run_module(command.target, run_name="__main__", alter_sys=True)
@@ -423,7 +439,7 @@ def _run_script(path: str) -> None:
     """Run a script as `python PATH` does: as the module `__main__` of this process."""
     main, path = ModuleType("__main__"), os.path.abspath(path)
     main.__dict__.update(__file__=path, __builtins__=__builtins__)
-    code = compile(Path(path).read_bytes(), path, "exec")
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
@@ -434,10 +450,9 @@ def serve(control: int) -> None:
     control  descriptor of this process's end of the socket
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not start it
+    given = dict(os.environ)
     for name in _PRELOADED:
         importlib.import_module(name)
+    os.environ.clear()  # torch sets variables of its own, which are then defaults of the script's
+    os.environ.update(given)
     _Server(socket.socket(fileno=control)).serve().run()
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))

@@ -24,7 +24,7 @@ class RankEnvironment:
 
     def __init__(self, options: Options, launcher: str, memory: Path | None) -> None:
         self._options, self._launcher, self._memory = options, launcher, memory
-        self._files = tempfile.TemporaryDirectory(prefix="resihp-run-")
+        self._files = tempfile.TemporaryDirectory(prefix="resihp-run-", dir=memory)
         self.notice = Path(self._files.name) / "preemption"
 
     def of_all_ranks(self) -> dict[str, str]:
@@ -99,6 +99,8 @@ class RankEnvironment:
         if len(devices) == self._options.processes or self._options.joins:
             return {}
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if named is not None and not named.strip():
+            return {}  # none are to be used
         names = named.split(",") if named else [str(index) for index in range(max(devices) + 1)]
         kept = [names[index] for index in devices if index < len(names)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(kept)}

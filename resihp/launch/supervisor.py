@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import select
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from math import inf
+from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -61,13 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _log.error("%s", error)
         return exit_status.JOB_STOPPED
     notice.start()
+    _interrupt_by(signal.SIGHUP, signal.SIGQUIT)
     with NodeMemoryFolder() as memory:
         supervisor = Supervisor(options, nodes, memory, notice)
         try:
             return supervisor.run()
-        except KeyboardInterrupt:
-            _log.error("interrupted: the ranks are killed")
-            return 128 + signal.SIGINT
+        except KeyboardInterrupt as interrupt:
+            _log.error("interrupted: the ranks may end; once more, and they are killed")
+            with suppress(KeyboardInterrupt):
+                supervisor.interrupt()
+            return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
         except FencedOutError as error:
             _log.error("%s", error)
             return exit_status.FENCED_OUT
@@ -78,6 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             supervisor.close()
             if plans is not None:
                 plans.close()
+
+
+def _interrupt_by(*signals: signal.Signals) -> None:
+    """Take these signals as Ctrl-C, unless they are ignored, as after `nohup`."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for each in signals:
+            if signal.getsignal(each) is signal.SIG_DFL:
+                signal.signal(each, interrupt)
 
 
 class _Rank:
@@ -144,6 +161,12 @@ class Supervisor:
                 return self._own_status()
             following = self._nodes.conclude(following, self._offer(), self._memory.newest_step())
         return self._status_at(following)
+
+    def interrupt(self) -> None:
+        """Interrupt the ranks, and wait for their ends."""
+        self._signal_all(signal.SIGINT)
+        self._await_told_ranks()
+        self._pass_on_output()
 
     def close(self) -> None:
         """Kill the ranks that have not ended, and the process that forks them."""
@@ -286,7 +309,7 @@ class Supervisor:
     def _is_failure(self, attempt: Attempt, status: int) -> bool:
         """True if an end is more than the loss of a rank that the others recover from."""
         if status > 0:
-            return status != exit_status.FENCED_OUT
+            return status != exit_status.FENCED_OUT or not self._nodes.recovers(attempt)
         if self._is_without_restart:
             return False
         is_last = all(rank.status for rank in self._ranks.values()) and self._options.nodes == 1

@@ -92,7 +92,8 @@ def test_what_came_after_the_restored_step_is_abandoned_though_the_next_save_is_
 ) -> None:
     disk, shared = levels
     go_back_without_disk(levels, range(5, 6))
-    (Path(shared.name.removeprefix("file://")) / "step-000000005" / "__0_0.distcp").unlink()
+    (file,) = Path(shared.name.removeprefix("file://")).glob("step-000000005/*.distcp")
+    file.unlink()
     restored, into = back_from(disk, shared)
     assert restored.step == 2
     assert_stamped(into, 2)

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from resihp.elastic.rendezvous import exit_status
+from resihp.launch.options import Options
+from resihp.launch.rank_environment import RankEnvironment
 from tests.elastic.engine_job import is_running
 from tests.launch.launcher_process import LauncherProcess
 
@@ -136,6 +138,61 @@ def test_the_failure_of_a_script_is_the_launchers(script: Path, tmp_path: Path) 
     assert "rank 0 completed 6" in first.out, first.err
     summary = first.err.split("rank 1 failed with status 1:")[1]
     assert "ValueError: an error of the script" in summary
+
+
+def test_every_status_of_a_plain_script_is_a_failure(tmp_path: Path) -> None:
+    """Also the one with which a rank of the elastic runtime says that it was given up."""
+    script = tmp_path / "plain.py"
+    script.write_text("import os, sys\nsys.exit(75 * int(os.environ['RANK']))\n")
+    arguments = ("--nproc-per-node", "2", "--max-restarts", "0", str(script))
+    with launched(tmp_path, "first", *arguments) as first:
+        assert first.status() == exit_status.FENCED_OUT, first.err
+    assert "rank 1 failed with status 75" in first.err
+
+
+INTERRUPTED = """
+import sys, time
+from pathlib import Path
+
+try:
+    Path(sys.argv[1], "begun").touch()
+    time.sleep(10**6)
+except KeyboardInterrupt:
+    print("saved", flush=True)
+    time.sleep(10**6 * int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("stays", [0, 1])
+def test_ranks_are_interrupted_with_their_launcher(
+    tmp_path: Path, number: signal.Signals, stays: int
+) -> None:
+    """At the first signal they may end, at the second one they are killed."""
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    arguments = ("--shutdown-timeout", "10000", str(script), str(tmp_path), str(stays))
+    with launched(tmp_path, "first", *arguments) as first:
+        first.until((tmp_path / "begun").exists)
+        first.process.send_signal(number)
+        first.until(lambda: "saved" in first.out)
+        if stays:
+            first.process.send_signal(number)
+        assert first.status() == 128 + number
+    assert "Traceback" not in first.err
+
+
+@pytest.mark.parametrize(("given", "left"), [(None, "1"), ("4,5,6", "5"), ("", None), (" ", None)])
+def test_devices_are_left_out_of_those_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, left: str | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    options = Options.parse(["--nproc-per-node", "2", __file__])
+    environment = RankEnvironment(options, "launcher", tmp_path)
+    assert environment._visible_devices([1]).get("CUDA_VISIBLE_DEVICES") == left
+    environment.close()
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(script: Path, tmp_path: Path) -> None:

@@ -35,9 +35,10 @@ def tell(**what):
 class Ranks:
     """A fork server, with the scripts that it runs in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *libraries: str) -> None:
         self.folder = folder
-        self.server = ForkServer({**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+        path = os.pathsep.join([*libraries, str(Path(__file__).parents[2])])
+        self.server = ForkServer({**os.environ, "PYTHONPATH": path})
         self._count = 0
 
     def script(self, text: str, name: str = "script.py") -> Command:
@@ -85,7 +86,10 @@ def test_a_script_finds_what_python_gives_it(ranks: Ranks) -> None:
         "same = isinstance(pickle.loads(pickle.dumps(Local())), Local)\n"
         "tell(argv=sys.argv, path=sys.path[0], file=__file__, name=__name__,"
         " rank=os.environ['RANK'], pickled=same, here=__main__.Local is Local,"
-        " leads=os.getsid(0) == os.getpid(), torch='torch' in sys.modules)"
+        " leads=os.getsid(0) == os.getpid(), torch='torch' in sys.modules,"
+        " cache=os.environ.get('TORCHINDUCTOR_CACHE_DIR'))\n"
+        "def typed(x: int): pass\n"
+        "assert typed.__annotations__ == {'x': int}"
     )
     status, told = ranks.run(command, RANK="3")
     assert status == 0, ranks.logs()
@@ -99,6 +103,7 @@ def test_a_script_finds_what_python_gives_it(ranks: Ranks) -> None:
         "here": True,
         "leads": True,
         "torch": True,
+        "cache": os.environ.get("TORCHINDUCTOR_CACHE_DIR"),
     }
 
 
@@ -111,6 +116,33 @@ def test_the_file_of_a_script_is_found_from_any_folder(ranks: Ranks) -> None:
 def test_a_module_and_a_program(ranks: Ranks) -> None:
     assert ranks.run(Command("json.tool", "module", ("--help",)))[0] == 0, ranks.logs()
     assert ranks.run(Command("sh", "program", ("-c", "exit 7")))[0] == 7, ranks.logs()
+
+
+def test_a_shell_ends_its_pipelines(ranks: Ranks) -> None:
+    """A program that writes to a pipe without reader is ended, unless SIGPIPE is ignored."""
+    line = "(while :; do echo y; done) 2>/dev/null | head -1"
+    assert ranks.run(Command("sh", "program", ("-c", line)))[0] == 0, ranks.logs()
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_the_path_is_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: str) -> None:
+    """The current folder is not on the path of a script elsewhere, and PYTHONPATH is, all of it."""
+    here, library = tmp_path / "here", tmp_path / "library"
+    for folder in (here, library):
+        folder.mkdir()
+    for name in ("queue", "resihp"):
+        (here / f"{name}.py").write_text("raise SystemExit('mine')")
+    (library / "beside.py").write_text("")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONSAFEPATH", safe)
+    ranks = Ranks(tmp_path, str(library))
+    try:
+        status, told = ranks.run(ranks.script("import beside, queue\ntell(path=sys.path[:2])"))
+    finally:
+        ranks.server.close()
+    assert status == 0, ranks.logs()
+    root = str(Path(__file__).parents[2])
+    assert told["path"] == ([str(library), root] if safe else [str(tmp_path), str(library)])
 
 
 @pytest.mark.parametrize(
