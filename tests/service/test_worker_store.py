@@ -97,7 +97,7 @@ def test_a_lost_lease_writes_nothing(http: Http, store: WorkerStore, raw: redis.
         with pytest.raises(LeaseLostError):
             store.commit(other, commit_of(2))
         with pytest.raises(LeaseLostError):
-            store.publish(other, {"last_step": 2}, [{"step": 2}])
+            store.publish(other, {"last_step": 2}, [{"step": 2}], "2-0")
     assert written() == before
     store.renew(lease, ttl_s=0)
     acquired(store)  # by the same worker, under another token
