@@ -177,7 +177,8 @@ def _noted(
 ) -> Iterator[TelemetryBatch]:
     """The batches; `last_step` is the last step in which each rank has records."""
     for batch in batches:
-        last_step.update(dict.fromkeys(set(batch.rank.tolist()), int(batch.step[0])))
+        step = int(batch.step[0])  # lower than before where the job went back
+        last_step.update({r: max(step, last_step.get(r, 0)) for r in set(batch.rank.tolist())})
         yield batch
 
 

@@ -110,7 +110,7 @@ class Trace:
 
     @cached_property
     def records(self) -> Columns:
-        """All microbatch records as columns, in step order; times in milliseconds."""
+        """All microbatch records as columns, in the order of `batches`; times in milliseconds."""
         parts = list(self._parts())
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -128,17 +128,18 @@ class Trace:
         return tuple(int(step) for step in np.unique(steps))
 
     def batches(self) -> Iterator[TelemetryBatch]:
-        """One batch for each step, in step order (two where a plan took effect within a step)."""
+        """One batch for each step of each plan, in the order of the plans and their steps."""
         for part in self._parts():
             columns: dict[str, Any] = dict(part)
             version = columns.pop("plan_version")
             yield TelemetryBatch(**columns, plan_version=int(version[0]))
 
     def _parts(self) -> Iterator[Columns]:
-        """The records of one step and plan version after the other."""
+        """The records of one plan version and step after the other: a job that went back to an
+        earlier step under a new plan took that step again."""
         if self.columns is not None:
             columns = self.columns
-            for rows in _runs(columns["step"], columns["plan_version"]):
+            for rows in _runs(columns["plan_version"], columns["step"]):
                 yield {name: column[rows] for name, column in columns.items()}
             return
         for rows in _runs(self.recording.cell % self.recording.steps.size):

@@ -237,12 +237,14 @@ def test_places_are_those_of_the_last_layout_that_held_a_rank(tmp_path):
     assert headline_place.groups() == ("1", "1")
 
 
-def shrunk(tmp_path, *, faults, name="shrunk"):
-    """A recording of which the last replica, ranks 3 and 7, leaves after 10 of 20 steps."""
+def shrunk(tmp_path, *, faults, name="shrunk", from_step=10):
+    """A recording of which the last replica, ranks 3 and 7, leaves after 10 of 20 steps. The others
+    go on from `from_step`."""
     first = Job(name=name, layout=Layout.grid(dp=4, pp=2, tp=1, layers=8), microbatches=16)
-    plan = Plan(version=1, layout=Layout(first.layout.replicas[:3]), quotas=(6, 5, 5), from_step=10)
+    layout = Layout(first.layout.replicas[:3])
+    plan = Plan(version=1, layout=layout, quotas=(6, 5, 5), from_step=from_step)
     last = replace(first, layout=plan.layout, quotas=plan.quotas)
-    parts = ((first, {}), (last, {"first_step": 10, "plan_version": 1}))
+    parts = ((first, {}), (last, {"first_step": from_step, "plan_version": 1}))
     batches = [
         batch
         for job, at in parts
@@ -252,9 +254,10 @@ def shrunk(tmp_path, *, faults, name="shrunk"):
     return tmp_path / "shrunk.parquet"
 
 
-def test_a_slow_device_that_left_the_layout_is_in_the_diagnosis(tmp_path):
+@pytest.mark.parametrize("from_step", [10, 2])
+def test_a_slow_device_that_left_the_layout_is_in_the_diagnosis(tmp_path, from_step):
     slow = Fault(rank=7, factor=1.6, from_step=4)
-    analysis = analyze(read_trace(shrunk(tmp_path, faults=[slow])))
+    analysis = analyze(read_trace(shrunk(tmp_path, faults=[slow], from_step=from_step)))
     (named,) = (v.rank for v in analysis.verdicts if v.status is Status.FAIL_SLOW)
     assert named == 7
     said = [words for words in analysis.diagnosis.detail if "Rank 7 (replica 3, stage 1)" in words]

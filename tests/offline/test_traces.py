@@ -33,18 +33,19 @@ def batch_of(step, version=0, ranks=4):
 
 
 @settings(deadline=None, max_examples=15)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=8))
-def test_a_recording_comes_back_step_by_step(tmp_path_factory, keys):
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), min_size=1, max_size=8))
+def test_a_recording_comes_back_plan_by_plan_and_step_by_step(tmp_path_factory, keys):
     path = tmp_path_factory.mktemp("own") / "run.parquet"
-    write_trace(path, JOB, [batch_of(step, version) for step, version in keys], PLANS)
+    write_trace(path, JOB, [batch_of(step, version) for version, step in keys], PLANS)
     trace = read_trace(path)
     assert trace.format == "resihp-parquet"
     assert trace.job == JOB
     expected = [
-        TelemetryBatch.concat([batch_of(*key)] * keys.count(key)) for key in sorted(set(keys))
+        TelemetryBatch.concat([batch_of(step, version)] * keys.count((version, step)))
+        for version, step in sorted(set(keys))
     ]
     assert [len(batch) for batch in trace.batches()] == [len(batch) for batch in expected]
-    for batch, (step, version) in zip(trace.batches(), sorted(set(keys)), strict=True):
+    for batch, (version, step) in zip(trace.batches(), sorted(set(keys)), strict=True):
         assert set(batch.step) == {step}
         assert batch.plan_version == version
         assert np.isnan(batch.wait_ms).all()
