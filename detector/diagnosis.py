@@ -37,14 +37,14 @@ class Costs:
     def slowdown(self) -> float:
         """Step over ideal step; at least 1.
 
-        The ideal averages over devices and so contains the excess of slow ones. With few devices
-        the step without that excess may be shorter; the shorter one counts. Where quotas or shares
-        differ by design, evenly spread work may take longer than the step did; the ideal is then
-        the step without its largest cause.
+        The ideal is made of averages and so contains a part of what causes cost: the excess of slow
+        devices where there are few, communication that is heavy at all times, quotas that differ by
+        design. The step without its largest cause may be shorter; the shorter one counts. The
+        excess of a heavy stage stays in the ideal, by the published definition.
         """
-        ideal = min(self.ideal, self.step - self.lost.get(Cause.DEVICE, 0.0) - self.by_host)
-        if ideal >= self.step:
-            ideal = self.step - max(self.lost.values(), default=0.0)
+        lost = {**self.lost, Cause.STAGE_IMBALANCE: 0.0}
+        slow = lost.get(Cause.DEVICE, 0.0) + self.by_host
+        ideal = min(self.ideal, self.step - max(slow, *lost.values()))
         return max(self.step / ideal, 1.0) if ideal > 0 else 1.0
 
     @classmethod

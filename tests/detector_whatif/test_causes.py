@@ -180,3 +180,14 @@ def test_slowdown_is_at_least_what_the_dearest_cause_costs() -> None:
     costs = Costs(step=100.0, ideal=105.0, lost={Cause.DEVICE: 20.0, Cause.HOST: 1.0}, steps=3)
     assert costs.slowdown == pytest.approx(1.25)
     assert Costs(step=100.0, ideal=50.0, lost={Cause.DEVICE: 20.0}, steps=3).slowdown == 2.0
+
+
+@pytest.mark.parametrize("ideal", [80.1, 99.9, 100.0, 100.1])
+def test_a_little_noise_in_the_ideal_changes_the_slowdown_by_little(ideal) -> None:
+    costs = Costs(step=100.0, ideal=ideal, lost={Cause.COMMUNICATION: 20.0}, steps=3)
+    assert costs.slowdown == pytest.approx(1.25)
+
+
+def test_a_heavy_stage_is_in_the_ideal_as_published() -> None:
+    costs = Costs(step=100.0, ideal=85.0, lost={Cause.STAGE_IMBALANCE: 24.0}, steps=3)
+    assert costs.slowdown == pytest.approx(100.0 / 85.0)
