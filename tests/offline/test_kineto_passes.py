@@ -193,6 +193,19 @@ def test_passes_within_an_optimizer_step_are_not_its_own():
     assert update.windows == (Window(0, 10, 0), Window(80, 100, 0))
 
 
+@pytest.mark.parametrize(
+    ("marks", "found"),
+    [
+        ([(0, 40, 0, "forward"), (40, 100, 0, "backward")], [Op.FORWARD, Op.BACKWARD]),
+        ([(0, 1000, 0, "data loading")], [Op.DATA]),
+    ],
+)
+def test_an_optimizer_step_or_a_step_without_time_of_its_own_is_left_out(marks, found):
+    passes = passes_of(*marks, (60, 90, 0, "Optimizer.step#AdamW.step"))
+    assert all(one.windows for one in passes)
+    assert [one.op for one in passes if one.op is not Op.OPTIMIZER] == found
+
+
 def grid(rank):
     """Groups of a rank of a job of two replicas, two stages and two-way tensor parallelism."""
     low, replica = rank % 2, rank // 2 % 2

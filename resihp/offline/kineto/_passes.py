@@ -129,16 +129,18 @@ def _passes_of(
                 passes.append(PassWindows(Op.FORWARD, number, (forward,)))
             passes.append(PassWindows(Op.BACKWARD, number, tuple(backward)))
     inner = [window for one in passes for window in one.windows]
-    # A closure that is given to the optimizer runs the passes within its step.
+    # A closure that is given to the optimizer runs the passes within its step; a range named
+    # backward may hold the whole optimizer step.
     for update in updates:
-        windows = tuple(_outside(update, inner))
-        yield PassWindows(Op.OPTIMIZER, -1, windows)
+        if windows := tuple(_outside(update, inner)):
+            yield PassWindows(Op.OPTIMIZER, -1, windows)
     yield from loads
     yield from passes
     if not passes:
         whole = Window(step.start_us, step.stop_us, -1)
         others = [*updates, *(window for one in loads for window in one.windows)]
-        yield PassWindows(Op.FORWARD, 0, tuple(_outside(whole, others)))
+        if windows := tuple(_outside(whole, others)):
+            yield PassWindows(Op.FORWARD, 0, windows)
 
 
 def _updates(marks: Sequence[Mark]) -> list[Mark]:
