@@ -43,7 +43,8 @@ class Analysis:
     changes    every change of a verdict, in order
     diagnosis  why the job is slow
     costs      what each cause costs, per step: seconds with `whatif`, else milliseconds
-    slow       the devices of the last layout that were named, also if they became healthy again
+    slow       the devices that were named, also if they became healthy again, in the layout of each
+               plan version
     whatif     the published what-if quantities; None where the format lacks start times
     """
 
@@ -52,7 +53,7 @@ class Analysis:
     changes: tuple[Change, ...]
     diagnosis: Diagnosis
     costs: Costs
-    slow: tuple[SlowDevice, ...]
+    slow: Mapping[int, tuple[SlowDevice, ...]]
     whatif: WhatIf | None
 
     @cached_property
@@ -87,8 +88,8 @@ class Analysis:
 
         A rank outside the last layout has its place in the last one that held it.
         """
-        layouts = (self.trace.job.layout, *(plan.layout for plan in self.trace.plans))
-        place = {place.rank: place for layout in layouts for place in layout.places()}
+        layouts = self.trace.layouts
+        place = {p.rank: p for version in sorted(layouts) for p in layouts[version].places()}
         return [
             {
                 "rank": verdict.rank,
@@ -115,9 +116,9 @@ def analyze(trace: Trace) -> Analysis:
         whatif = None
         if trace.grid is not None:
             whatif = WhatIf.of(trace.recording, trace.dependencies, trace.own_s)
-        layouts = {0: trace.job.layout} | {plan.version: plan.layout for plan in trace.plans}
+        layouts = trace.layouts
         slow = {v: _named(layout, verdicts, changes) for v, layout in layouts.items()}
-        costs = _costs(trace, layouts, slow) if whatif is None else _replayed(whatif, slow[0])
+        costs = _costs(trace, slow) if whatif is None else _replayed(whatif, slow[0])
     except ContractError as error:
         raise TraceError(f"{trace.path}: {error}") from None
     last = {rank: version for version in sorted(layouts) for rank in layouts[version].ranks}
@@ -128,7 +129,7 @@ def analyze(trace: Trace) -> Analysis:
     )
     if whatif is not None and (words := unexplained(whatif, costs)):
         diagnosis = replace(diagnosis, detail=(words, *diagnosis.detail[1:]))
-    return Analysis(trace, verdicts, changes, diagnosis, costs, slow[max(slow)], whatif)
+    return Analysis(trace, verdicts, changes, diagnosis, costs, slow, whatif)
 
 
 class TraceJudge:
@@ -196,12 +197,10 @@ def _replayed(whatif: WhatIf, slow: tuple[SlowDevice, ...]) -> Costs:
     )
 
 
-def _costs(
-    trace: Trace, layouts: Mapping[int, Layout], slow: Mapping[int, tuple[SlowDevice, ...]]
-) -> Costs:
+def _costs(trace: Trace, slow: Mapping[int, tuple[SlowDevice, ...]]) -> Costs:
     """The mean over the stretches under one plan each."""
     parts = [
-        costs_of(trace.job, layouts.get(version, layouts[0]), stretch, slow.get(version, slow[0]))
+        costs_of(trace.job, trace.layouts[version], stretch, slow[version])
         for version, stretch in groupby(trace.batches(), key=lambda batch: batch.plan_version)
     ]
     return Costs.mean(parts)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from detector.whatif.dependencies import Dependencies, dependencies, transfer_seconds
 from detector.whatif.operations import COLLECTIVE, P2P, Floats, OpGrid, OpKind, OpTable
-from resihp.contracts import COLUMNS, Job, Op, Plan, TelemetryBatch, TraceError
+from resihp.contracts import COLUMNS, Job, Layout, Op, Plan, TelemetryBatch, TraceError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,6 +97,11 @@ class Trace:
         """The operations on a dense grid, of a trace that has one."""
         assert self.grid is not None
         return self.grid
+
+    @cached_property
+    def layouts(self) -> dict[int, Layout]:
+        """The layouts of the job by plan version."""
+        return {0: self.job.layout} | {plan.version: plan.layout for plan in self.plans}
 
     @cached_property
     def dependencies(self) -> Dependencies:

@@ -51,8 +51,11 @@ def workers(analysis: Analysis) -> Figure:
     return figure
 
 
-def onset(analysis: Analysis, timeline: TraceTimeline) -> Figure:
-    """Heat map of the slowdown of each device against its peers in each step."""
+def onset(analysis: Analysis, timeline: TraceTimeline) -> Figure | None:
+    """Heat map of the slowdown of each device against its peers in each step; None if no passes
+    were recorded."""
+    if not timeline.steps:
+        return None
     groups, factor = timeline.device_factor
     worst = np.sort(np.argsort(-np.nanmax(factor, axis=1), kind="stable")[:_MOST_DEVICES])
     figure, axes = new_figure(1.1 + 0.16 * worst.size)

@@ -22,7 +22,7 @@ def html(analysis: Analysis) -> str:
     """The report: diagnosis, heat maps, onset, timelines and devices."""
     timeline = TraceTimeline(analysis)
     step = slowest_step(analysis, timeline)
-    replica = last_replica(timeline, step)
+    replica = None if step is None else last_replica(timeline, step)
     shares = sorted(analysis.diagnosis.attribution.items(), key=lambda item: -item[1])
     return render(
         "resihp.offline",
@@ -37,7 +37,7 @@ def html(analysis: Analysis) -> str:
         onset=plots.onset(analysis, timeline),
         step=step,
         replica=replica,
-        gantt=None if replica is None else plots.gantt(timeline, step, replica),
+        gantt=None if step is None or replica is None else plots.gantt(timeline, step, replica),
         steps=plots.steps(analysis),
         kinds=_kinds(analysis),
         health=health(analysis),
@@ -50,8 +50,11 @@ def html(analysis: Analysis) -> str:
     )
 
 
-def slowest_step(analysis: Analysis, timeline: TraceTimeline) -> int:
-    """The longest step; the middle one for formats without start times."""
+def slowest_step(analysis: Analysis, timeline: TraceTimeline) -> int | None:
+    """The longest step; the middle one for formats without start times. None if no passes were
+    recorded."""
+    if not timeline.steps:
+        return None
     if analysis.whatif is None:
         return timeline.steps[len(timeline.steps) // 2]
     return timeline.steps[int(np.argmax(analysis.whatif.no_delay_s))]

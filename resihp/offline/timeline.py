@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from detector.whatif import Causes
 from detector.whatif.operations import COLLECTIVE, LABELS, P2P, OpKind
 from detector.whatif.step_replay import SPAN_NAMES, TRANSFERS, StepReplay
+from resihp.contracts import Layout
 
 from ._analysis import Analysis
 
@@ -46,10 +47,10 @@ class TraceTimeline:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps that can be shown."""
+        """Steps that can be shown; none if no passes were recorded."""
         if self.analysis.whatif is not None:
             return self.analysis.trace.steps
-        return tuple(int(step) for step in self._records[1])
+        return () if self._stretch is None else tuple(self._stretch[1].cubes.steps.tolist())
 
     def actual(self, step: int) -> Spans:
         """One step as it was; without recorded start times, as replayed from the durations."""
@@ -88,13 +89,17 @@ class TraceTimeline:
     @cached_property
     def device_factor(self) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.float64]]:
         """The recorded ranks of each of R stages, and the factor [R, steps] by which the slowest of
-        them was slower than its peers. A tensor-parallel group computes as one."""
-        layout, recorded = self.analysis.layout, set(self.analysis.trace.ranks)
+        them was slower than its peers. A tensor-parallel group computes as one. Requires `steps`.
+        """
+        recorded = set(self.analysis.trace.ranks)
         if self.analysis.whatif is not None:
-            effects = Causes(self.analysis.whatif, self.analysis.slow).effects
+            layout = self.analysis.layout
+            effects = Causes(self.analysis.whatif, self.analysis.slow[0]).effects
             replicas = self.analysis.whatif.recording.replicas.tolist()
         else:
-            effects = self._records[0].effects
+            assert self._stretch is not None
+            layout, replayed = self._stretch
+            effects = replayed.effects
             replicas = list(range(layout.dp))
         found = {
             tuple(sorted(recorded.intersection(stage.ranks))): effects.device[0, pp, at, :, 0]
@@ -105,18 +110,21 @@ class TraceTimeline:
         return groups, np.stack([found[group] for group in groups])
 
     @cached_property
-    def _records(self) -> tuple[StepReplay, NDArray[np.int64]]:
-        """The last stretch of steps under one plan, ready to be replayed; and its steps."""
+    def _stretch(self) -> tuple[Layout, StepReplay] | None:
+        """The newest layout under which passes were recorded, and its steps, ready to be replayed;
+        None if none were."""
         trace = self.analysis.trace
         batches = list(trace.batches())
-        newest = max(batch.plan_version for batch in batches)
-        last = [batch for batch in batches if batch.plan_version == newest]
-        replayed = StepReplay.of(trace.job, self.analysis.layout, last, self.analysis.slow)
-        assert replayed is not None
-        return replayed, np.unique(np.concatenate([batch.step for batch in last]))
+        for version in sorted({batch.plan_version for batch in batches}, reverse=True):
+            layout, slow = trace.layouts[version], self.analysis.slow[version]
+            own = [batch for batch in batches if batch.plan_version == version]
+            if (replayed := StepReplay.of(trace.job, layout, own, slow)) is not None:
+                return layout, replayed
+        return None
 
     def _replayed_spans(self, *, ideal: bool, at: int) -> Spans:
-        replayed, _ = self._records
+        assert self._stretch is not None
+        _, replayed = self._stretch
         graph, (start, end) = replayed.graph, replayed.spans_ms(ideal=ideal)
         duration = (end - start)[:, :, at]
         op, column = np.nonzero(duration > 0)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from resihp.cli import _analyze, _replay, _serve  # noqa: F401 - they register commands
 from resihp.cli._app import app
-from resihp.contracts import Cause, Job, Layout, Plan, Replica, Stage, Status
-from resihp.offline import analyze, read_trace, write_trace
+from resihp.contracts import Cause, Job, Layout, Op, Plan, Replica, Stage, Status
+from resihp.offline import analyze, read_trace, write_perfetto, write_trace
 from resihp.offline.plots import onset
 from resihp.offline.report import html
 from resihp.offline.summary import headline
@@ -252,6 +252,44 @@ def shrunk(tmp_path, *, faults, name="shrunk", from_step=10):
     ]
     write_trace(tmp_path / "shrunk.parquet", first, batches, [plan])
     return tmp_path / "shrunk.parquet"
+
+
+def moved_at_the_end(*, ranks, op):
+    """A recording of four ranks, of which rank 3 is slow, and of a second plan for some of them at
+    its end, under which rank 0 recorded one operation."""
+    job = Job(name="end", layout=Layout.grid(dp=2, pp=2, tp=1, layers=8), microbatches=8)
+    stages = [Stage((rank,), share) for rank, share in zip(ranks, ((0, 4), (4, 8)), strict=True)]
+    plan = Plan(version=1, layout=Layout((Replica(tuple(stages)),)), quotas=(8,), from_step=10)
+    slow = Fault(rank=3, factor=1.6, from_step=0)
+    batches = list(steps_of(job, [500], steps=10, seed=1, faults=[slow]))
+    last = batches[-1].select(np.flatnonzero(batches[-1].rank == 0)[:1])
+    columns = {"step": np.array([10]), "op": np.array([op]), "plan_version": 1}
+    return job, [*batches, replace(last, **columns)], [plan]
+
+
+@pytest.mark.parametrize(("ranks", "op"), [((0, 1), Op.DATA), ((3, 2), Op.FORWARD)])
+def test_the_timeline_is_that_of_the_last_layout_that_ran_passes(tmp_path, ranks, op):
+    path = tmp_path / "end.parquet"
+    write_trace(path, *moved_at_the_end(ranks=ranks, op=op))
+    analysis = analyze(read_trace(path))
+    assert analysis.layout.dp == 1
+    timeline = TraceTimeline(analysis)
+    assert timeline.steps == tuple(range(10))
+    groups, factor = timeline.device_factor
+    assert groups == ((0,), (1,), (2,), (3,))
+    np.testing.assert_allclose(factor[:, -1], [1.0, 1.0, 1.0, 1.6], atol=0.05)
+    assert "Timeline</h2>" in html(analysis)
+
+
+def test_a_recording_without_passes_has_no_timeline(tmp_path):
+    job, (*_, last), plans = moved_at_the_end(ranks=(0, 1), op=Op.COLLECTIVE)
+    path = tmp_path / "collectives.parquet"
+    write_trace(path, job, [last], plans)
+    analysis = analyze(read_trace(path))
+    assert TraceTimeline(analysis).steps == ()
+    assert "Timeline</h2>" not in html(analysis)
+    write_perfetto(analysis, tmp_path / "timeline.json")
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] == []
 
 
 @pytest.mark.parametrize("from_step", [10, 2])
