@@ -125,7 +125,7 @@ class OpGrid:
 
     @classmethod
     def of(cls, ops: OpTable) -> OpGrid:
-        """The grid of a table. A cell that was recorded twice keeps the longer duration."""
+        """The grid of a table. A cell that was recorded twice keeps the longer operation."""
         keys, op = _index(_keys(ops))
         first = np.full(keys.size, op.size, np.intp)
         np.minimum.at(first, op, np.arange(op.size, dtype=np.int32))
@@ -144,6 +144,7 @@ class OpGrid:
         start = origin[step]
         np.subtract(ops.start_s, start, out=start)
         del step
+        start_s, duration_s = _scatter(cell, start, ops.duration_s, shape)
         return cls(
             steps=steps,
             replicas=replicas,
@@ -154,8 +155,8 @@ class OpGrid:
             chunk=ops.chunk[first],
             global_chunk=ops.global_chunk[first],
             microbatch=ops.microbatch[first],
-            start_s=_scatter(cell, start, shape),
-            duration_s=_scatter(cell, ops.duration_s, shape),
+            start_s=start_s,
+            duration_s=duration_s,
             cell=cell,
         )
 
@@ -189,9 +190,15 @@ def _index(values: Ints) -> tuple[Ints, Ints]:
     return np.flatnonzero(there) + low, position[values - low]
 
 
-def _scatter(cell: Ints, values: Floats, shape: tuple[int, ...]) -> Floats:
-    grid = np.full(shape, np.nan)
-    grid.reshape(-1)[cell] = values
-    if np.count_nonzero(~np.isnan(grid)) < cell.size:
-        np.fmax.at(grid.reshape(-1), cell, values)
-    return grid
+def _scatter(
+    cell: Ints, start: Floats, duration: Floats, shape: tuple[int, ...]
+) -> tuple[Floats, Floats]:
+    """Start and duration on a grid: of several rows in a cell, those of the longest one."""
+    starts, durations = np.full(shape, np.nan), np.full(shape, np.nan)
+    durations.reshape(-1)[cell] = duration
+    if np.count_nonzero(~np.isnan(durations)) < cell.size:
+        order = np.argsort(duration, kind="stable")  # the last of a cell stays
+        cell, start, duration = cell[order], start[order], duration[order]
+        durations.reshape(-1)[cell] = duration
+    starts.reshape(-1)[cell] = start
+    return starts, durations

@@ -48,6 +48,15 @@ def test_what_follows_the_passes_may_come_in_several_parts(kind):
     )
 
 
+def test_of_an_operation_that_two_ranks_recorded_the_longer_one_counts():
+    ops = record(Recipe(dp=2, pp=2, steps=3))
+    late = 0.5 * ops.duration_s  # later, with the same end
+    mate = dataclasses.replace(ops, start_s=ops.start_s + late, duration_s=ops.duration_s - late)
+    for both in (joined(ops, mate), joined(mate, ops)):
+        np.testing.assert_array_equal(OpGrid.of(both).start_s, OpGrid.of(ops).start_s)
+        np.testing.assert_array_equal(OpGrid.of(both).duration_s, OpGrid.of(ops).duration_s)
+
+
 def test_a_send_that_outlasts_its_receive_slows_nobody():
     ops = record(Recipe(dp=2, pp=2, steps=3, noise=0.0))
     last = (ops.kind == OpKind.BACKWARD_SEND) & (
