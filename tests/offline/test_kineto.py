@@ -104,6 +104,25 @@ def test_two_files_of_one_rank_are_refused(tmp_path):
         read_trace(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["worker{}.pt.trace.json", "run7_rank{}_of_12.json"])
+def test_names_tell_the_ranks_of_files_that_do_not(tmp_path, name):
+    for rank in range(12):
+        events = device_events(rank, slow=1.5 if rank == 10 else 1.0, steps=2)
+        write(tmp_path / name.format(rank), rank, events, distributedInfo={})
+    records = read_trace(tmp_path).records
+    passes = records["op"] == Op.FORWARD
+    assert set(records["rank"]) == set(range(12))
+    assert set(records["rank"][passes & (records["compute_ms"] > 1.2 * FORWARD_MS)]) == {10}
+
+
+@pytest.mark.parametrize("names", [("a.json", "b.json"), ("host1_7.json", "host2_8.json")])
+def test_files_that_do_not_tell_their_ranks_are_refused(tmp_path, names):
+    for name in names:
+        write(tmp_path / name, 0, device_events(0), distributedInfo={})
+    with pytest.raises(TraceError, match=f"{names[0]}: does not tell its rank; name it rankN"):
+        read_trace(tmp_path)
+
+
 def test_a_trace_without_computation_is_refused(tmp_path):
     write(tmp_path / "a.json", 0, [e for e in device_events(0) if e["cat"] == "user_annotation"])
     with pytest.raises(TraceError, match="no computation"):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,8 +139,25 @@ class RankProfile:
         return self.kernels.size > 0
 
 
-def read_profile(path: Path, index: int) -> RankProfile:
-    """The contents of a file; `index` is the rank if it does not tell. Raises `TraceError`."""
+_NUMBER = re.compile(r"\d{1,6}")  # of a rank, and not a moment
+
+
+def ranks_by_name(files: Sequence[Path]) -> list[int | None]:
+    """The rank in the name of each file: the number after the word, else the only one in which the
+    names differ; 0 for a single file, None where the names do not tell."""
+    parts = [re.split(r"(\d+)", file.name) for file in files]
+    differing = [at for at, part in enumerate(zip_longest(*parts)) if len(set(part)) > 1]
+    numbers: list[int | None] = [None] * len(files)
+    if len(files) == 1:
+        numbers = [0]
+    elif len(differing) == 1 and all(_NUMBER.fullmatch(each[differing[0]]) for each in parts):
+        numbers = [int(each[differing[0]]) for each in parts]
+    words = [re.search(r"rank[_\-.]?(\d+)", file.name) for file in files]
+    return [int(w.group(1)) if w else number for w, number in zip(words, numbers, strict=True)]
+
+
+def read_profile(path: Path, rank: int | None) -> RankProfile:
+    """The contents of a file; `rank` is that of its name. Raises `TraceError`."""
     stream, events = EventStream(path), _Events()
     try:
         for event in stream:
@@ -147,19 +165,20 @@ def read_profile(path: Path, index: int) -> RankProfile:
                 events.add(event)
         if not events.count:
             raise TraceError(f"{path}: holds no timed events")
-        return events.profile(_rank(path, stream.header, index), stream.header)
+        return events.profile(_rank(path, stream.header, rank), stream.header)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         if isinstance(error, TraceError):
             raise
         raise TraceError(f"{path}: holds an event that cannot be read: {error}") from None
 
 
-def _rank(path: Path, header: Mapping[str, Any], index: int) -> int:
+def _rank(path: Path, header: Mapping[str, Any], named: int | None) -> int:
     known = header.get("distributedInfo")
     if isinstance(known, Mapping) and isinstance(known.get("rank"), int):
         return int(known["rank"])
-    found = re.search(r"rank[_\-.]?(\d+)", path.name)
-    return int(found.group(1)) if found else index
+    if named is None:
+        raise TraceError(f"{path}: does not tell its rank; name it rankN.json")
+    return named
 
 
 @dataclass

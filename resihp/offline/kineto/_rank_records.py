@@ -60,9 +60,9 @@ class RankRecords:
     exposed: Sequence[Exposed]
 
 
-def read_rank(path: Path, index: int) -> RankRecords:
-    """The records in a file; `index` is the rank if it does not tell. Raises `TraceError`."""
-    profile = read_profile(path, index)
+def read_rank(path: Path, rank: int | None) -> RankRecords:
+    """The records in a file; `rank` is that of its name. Raises `TraceError`."""
+    profile = read_profile(path, rank)
     clock = clock_of(profile)
     steps, is_numbered = find_steps(profile)
     passes = find_passes(profile, steps)

@@ -11,13 +11,14 @@ from resihp.contracts import Job, Op, Schedule, TraceError
 
 from .._trace import Trace, filled, read_meta, tensor_parallel
 from ._groups import layout_of_ranks
+from ._rank_profile import ranks_by_name
 from ._rank_records import RankRecords, Row, read_rank
 from ._shared_rows import shared_rows
 
 
 def kineto_trace(path: Path, files: Sequence[Path]) -> Trace:
     """The trace in profiler files, one for each rank. Raises `TraceError`."""
-    ranks = [read_rank(file, index) for index, file in enumerate(files)]
+    ranks = [read_rank(*one) for one in zip(files, ranks_by_name(files), strict=True)]
     known = sorted(rank.rank for rank in ranks)
     if len(set(known)) < len(known):
         raise TraceError(f"{path}: two files are of the same rank ({known})")
