@@ -16,6 +16,7 @@ stops the host and not the device, as DATA records do.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -214,11 +215,17 @@ def filled(columns: Columns) -> Columns:
     return {**found, "plan_version": np.zeros(size, np.int64)}
 
 
+def absolute(path: Path) -> Path:
+    """A path without `.` and `..`, which name no file or folder."""
+    return Path(os.path.abspath(path))
+
+
 def read_meta(trace: Path) -> dict[str, str]:
     """The `name: value` lines of the YAML file that belongs to a trace; empty if there is none.
 
     `trace-X.parquet` belongs to `meta-X.yaml`; else `<stem>.yaml` or `meta.yaml` in its folder.
     """
+    trace = absolute(trace)
     names = (trace.stem.replace("trace", "meta", 1), trace.stem, "meta")
     for name in names:
         for suffix in (".yaml", ".yml"):

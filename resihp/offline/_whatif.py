@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from detector.whatif.operations import COMPUTE, LABELS, OpGrid, OpKind, OpTable
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
+from resihp.contracts.job import acceptable_name
 
 from ._arrow import ParquetColumns, is_number, to_numpy
-from ._trace import Rows, Trace, read_meta, tensor_parallel
+from ._trace import Rows, Trace, absolute, read_meta, tensor_parallel
 
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 _KINDS = {label: kind for kind, label in LABELS.items()}
@@ -30,7 +31,7 @@ def whatif_trace(path: Path, table: ParquetColumns) -> Trace:
     microbatches = _microbatches(path, ops)
     chunks = int(ops.chunk.max(initial=0)) + 1
     job = Job(
-        name=_name(meta.get("trial_name") or path.stem),
+        name=acceptable_name(meta.get("trial_name") or absolute(path).stem),
         layout=layout,
         microbatches=sum(microbatches),
         quotas=microbatches,
@@ -201,7 +202,3 @@ def _microbatches(path: Path, ops: OpTable) -> tuple[int, ...]:
     if not counts.any():
         raise TraceError(f"{path}: holds no forward-compute operation")
     return tuple(int(count) for count in counts)
-
-
-def _name(text: str) -> str:
-    return "".join(c for c in text if c.isprintable() and c != "/")[:128] or "trace"

@@ -1,5 +1,6 @@
 """Reading and writing recordings."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -110,6 +111,36 @@ def test_a_folder_with_one_file_per_rank_is_one_trace(slow_trace, tmp_path):
     assert parts.ranks == whole.ranks
     for one, other in zip(whole.batches(), parts.batches(), strict=True):
         np.testing.assert_allclose(np.sort(one.compute_ms), np.sort(other.compute_ms))
+
+
+def parts_of(trace, folder, **columns):
+    """One file for each rank, of which those of odd ranks have other columns."""
+    table = pq.read_table(trace)
+    ranks = table.column("rank").to_numpy()
+    for rank in np.unique(ranks).tolist():
+        part = table.filter(pa.array(ranks == rank))
+        for name, changed in columns.items() if rank % 2 else ():
+            index = part.column_names.index(name)
+            part = part.set_column(index, name, changed(part.column(name)))
+        pq.write_table(part, folder / f"rank-{rank}.parquet")
+
+
+@pytest.mark.parametrize("kind", ["whatif", "profiler"])
+def test_the_folder_one_stands_in_gives_the_job_its_name(slow_trace, tmp_path, monkeypatch, kind):
+    folder = tmp_path / "job\t1"
+    folder.mkdir()
+    if kind == "whatif":
+        parts_of(slow_trace, folder)
+    else:
+        marks = [("ProfilerStep#0", 0, 9), ("forward", 0, 4), ("backward", 4, 4)]
+        events = [
+            {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+            for name, ts, dur in marks
+            for cat in ("user_annotation", "cpu_op")
+        ]
+        (folder / "a.json").write_text(json.dumps({"traceEvents": events}))
+    monkeypatch.chdir(folder)
+    assert read_trace(".").job.name == read_trace(folder).job.name == "job-1"
 
 
 def test_facts_beside_a_trace_are_taken_up(tmp_path):

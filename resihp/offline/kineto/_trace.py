@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from resihp.contracts import Job, Op, Schedule, TraceError
+from resihp.contracts.job import acceptable_name
 
-from .._trace import Trace, filled, read_meta, tensor_parallel
+from .._trace import Trace, absolute, filled, read_meta, tensor_parallel
 from ._groups import layout_of_ranks
 from ._rank_profile import ranks_by_name
 from ._rank_records import RankRecords, Row, read_rank
@@ -37,7 +38,7 @@ def kineto_trace(path: Path, files: Sequence[Path]) -> Trace:
     chunks = layout.replicas[0].chunks
     schedule = Schedule.INTERLEAVED if chunks > 1 else Schedule.ONE_F_ONE_B
     job = Job(
-        name=path.name[:128],
+        name=acceptable_name(absolute(path).name),
         layout=layout,
         microbatches=(1 + max(row.microbatch for row in passes)) * layout.dp,
         chunks=chunks,
