@@ -6,6 +6,7 @@ trace is never held twice.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from resihp.contracts import ContractError
+
 
 class ParquetColumns:
     """The columns of one or several parquet files of one kind, one after the other, and the
     metadata of each.
 
-    Raises what pyarrow raises for files that it cannot read.
+    Raises what pyarrow raises for files that it cannot read, and `ContractError` for a column whose
+    types in the files do not go together.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self._files = [pq.ParquetFile(file) for file in files]
+        # As bytes, since a name need not be UTF-8.
+        self._files = [pq.ParquetFile(pa.OSFile(os.fsencode(file))) for file in files]
         schemas = [file.schema_arrow for file in self._files]
         self.names = [n for n in schemas[0].names if all(n in s.names for s in schemas[1:])]
         # Metadata added during writing is stored separately.
@@ -45,8 +51,24 @@ class ParquetColumns:
         import pyarrow as pa
 
         parts = [file.read(columns=[name], use_threads=False).column(0) for file in self._files]
+        if len({part.type for part in parts}) > 1:
+            parts = _of_one_type(name, parts)
         chunks = [chunk for part in parts for chunk in part.chunks]
         return pa.chunked_array(chunks, parts[0].type) if len(parts) > 1 else parts[0]
+
+
+def _of_one_type(name: str, parts: Sequence[Any]) -> list[Any]:
+    """The parts of a column, with the narrowest type that holds the values of all."""
+    import pyarrow as pa
+
+    plain = [p.cast(p.type.value_type) if pa.types.is_dictionary(p.type) else p for p in parts]
+    schemas = [pa.schema([(name, part.type)]) for part in plain]
+    try:
+        common = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        return [part.cast(common) for part in plain]
+    except pa.ArrowException:
+        types = sorted({str(part.type) for part in plain})
+        raise ContractError(name, f"the files hold it as {' and '.join(types)}") from None
 
 
 def is_number(column: Any) -> bool:

@@ -1,6 +1,8 @@
 """Reading and writing recordings."""
 
 import json
+import os
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -125,6 +127,31 @@ def parts_of(trace, folder, **columns):
         pq.write_table(part, folder / f"rank-{rank}.parquet")
 
 
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("dp_rank", lambda column: column.cast(pa.int64())),
+        ("mb_id", lambda column: column.cast(pa.float64())),
+        ("optype", lambda column: column.cast(pa.string()).dictionary_encode()),
+        ("optype", lambda column: column.cast(pa.large_string())),
+    ],
+)
+def test_the_files_of_a_folder_may_hold_a_column_in_different_types(
+    slow_trace, tmp_path, name, changed
+):
+    parts_of(slow_trace, tmp_path, **{name: changed})
+    whole, parts = read_trace(slow_trace), read_trace(tmp_path)
+    assert parts.job.layout == whole.job.layout
+    for one, other in zip(whole.batches(), parts.batches(), strict=True):
+        np.testing.assert_allclose(np.sort(one.compute_ms), np.sort(other.compute_ms))
+
+
+def test_types_of_a_column_that_do_not_go_together_are_refused(slow_trace, tmp_path):
+    parts_of(slow_trace, tmp_path, step=lambda column: pa.array(["x"] * len(column)))
+    with pytest.raises(TraceError, match="step: the files hold it as int64 and string"):
+        read_trace(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["whatif", "profiler"])
 def test_the_folder_one_stands_in_gives_the_job_its_name(slow_trace, tmp_path, monkeypatch, kind):
     folder = tmp_path / "job\t1"
@@ -141,6 +168,12 @@ def test_the_folder_one_stands_in_gives_the_job_its_name(slow_trace, tmp_path, m
         (folder / "a.json").write_text(json.dumps({"traceEvents": events}))
     monkeypatch.chdir(folder)
     assert read_trace(".").job.name == read_trace(folder).job.name == "job-1"
+
+
+def test_a_file_name_need_not_be_utf_8(slow_trace, tmp_path):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.parquet")
+    shutil.copy(slow_trace, path)
+    assert read_trace(path).job.name == "-"
 
 
 def test_facts_beside_a_trace_are_taken_up(tmp_path):
