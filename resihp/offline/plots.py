@@ -51,7 +51,7 @@ def workers(analysis: Analysis) -> Figure:
     return figure
 
 
-def onset(analysis: Analysis, timeline: TraceTimeline) -> Figure | None:
+def onset(timeline: TraceTimeline) -> Figure | None:
     """Heat map of the slowdown of each device against its peers in each step; None if no passes
     were recorded."""
     if not timeline.steps:
@@ -66,20 +66,19 @@ def onset(analysis: Analysis, timeline: TraceTimeline) -> Figure | None:
     rows = sparse_ticks(worst.size, most=24)
     shown = [groups[row] for row in worst]
     axes.set_yticks(rows, [rank_span(shown[row]) for row in rows])
-    _mark_onsets(axes, analysis, timeline, shown)
+    _mark_onsets(axes, timeline, shown)
     return figure
 
 
-def _mark_onsets(
-    axes: Axes, analysis: Analysis, timeline: TraceTimeline, groups: list[tuple[int, ...]]
-) -> None:
-    """Mark the step from which the detector calls a device slow."""
+def _mark_onsets(axes: Axes, timeline: TraceTimeline, groups: list[tuple[int, ...]]) -> None:
+    """Mark the steps from which the detector called a device slow."""
     rows = {rank: row for row, group in enumerate(groups) for rank in group}
-    for verdict in analysis.verdicts:
-        if verdict.since_step is None or verdict.rank not in rows:
+    for device in timeline.slow:
+        over = device.until is not None and device.until <= timeline.steps[0]
+        if device.since is None or device.rank not in rows or over:
             continue
-        column = int(np.searchsorted(timeline.steps, verdict.since_step))
-        row = rows[verdict.rank]
+        column = int(np.searchsorted(timeline.steps, device.since))
+        row = rows[device.rank]
         axes.plot([column - 0.5] * 2, [row - 0.5, row + 0.5], color=INK, linewidth=2)
 
 

@@ -34,7 +34,7 @@ def html(analysis: Analysis) -> str:
         shares=[(CAUSE_WORDS[cause], share) for cause, share in shares],
         cards=_key_figures(analysis),
         workers=analysis.whatif and plots.workers(analysis),
-        onset=plots.onset(analysis, timeline),
+        onset=plots.onset(timeline),
         step=step,
         replica=replica,
         gantt=None if step is None or replica is None else plots.gantt(timeline, step, replica),

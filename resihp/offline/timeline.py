@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif import Causes
+from detector.whatif import Causes, SlowDevice
 from detector.whatif.operations import COLLECTIVE, LABELS, P2P, OpKind
 from detector.whatif.step_replay import SPAN_NAMES, TRANSFERS, StepReplay
-from resihp.contracts import Layout
 
 from ._analysis import Analysis
 
@@ -92,14 +91,13 @@ class TraceTimeline:
         them was slower than its peers. A tensor-parallel group computes as one. Requires `steps`.
         """
         recorded = set(self.analysis.trace.ranks)
+        layout = self.analysis.trace.layouts[self._version]
         if self.analysis.whatif is not None:
-            layout = self.analysis.layout
-            effects = Causes(self.analysis.whatif, self.analysis.slow[0]).effects
+            effects = Causes(self.analysis.whatif, self.slow).effects
             replicas = self.analysis.whatif.recording.replicas.tolist()
         else:
             assert self._stretch is not None
-            layout, replayed = self._stretch
-            effects = replayed.effects
+            effects = self._stretch[1].effects
             replicas = list(range(layout.dp))
         found = {
             tuple(sorted(recorded.intersection(stage.ranks))): effects.device[0, pp, at, :, 0]
@@ -109,22 +107,34 @@ class TraceTimeline:
         groups = tuple(sorted(group for group in found if group))
         return groups, np.stack([found[group] for group in groups])
 
+    @property
+    def slow(self) -> tuple[SlowDevice, ...]:
+        """The devices in the layout of these steps that were named, also if they became healthy
+        again. Requires `steps`."""
+        return self.analysis.slow[self._version]
+
+    @property
+    def _version(self) -> int:
+        return 0 if self._stretch is None else self._stretch[0]
+
     @cached_property
-    def _stretch(self) -> tuple[Layout, StepReplay] | None:
-        """The newest layout under which passes were recorded, and its steps, ready to be replayed;
-        None if none were."""
+    def _stretch(self) -> tuple[int, StepReplay] | None:
+        """The newest plan version under which passes were recorded, and its steps, ready to be
+        replayed; None if there are none, or if the recording itself can be replayed."""
+        if self.analysis.whatif is not None:
+            return None
         trace = self.analysis.trace
         batches = list(trace.batches())
         for version in sorted({batch.plan_version for batch in batches}, reverse=True):
             layout, slow = trace.layouts[version], self.analysis.slow[version]
             own = [batch for batch in batches if batch.plan_version == version]
             if (replayed := StepReplay.of(trace.job, layout, own, slow)) is not None:
-                return layout, replayed
+                return version, replayed
         return None
 
     def _replayed_spans(self, *, ideal: bool, at: int) -> Spans:
         assert self._stretch is not None
-        _, replayed = self._stretch
+        replayed = self._stretch[1]
         graph, (start, end) = replayed.graph, replayed.spans_ms(ideal=ideal)
         duration = (end - start)[:, :, at]
         op, column = np.nonzero(duration > 0)

@@ -171,7 +171,7 @@ def test_a_group_is_shown_under_all_of_its_ranks_with_the_onset_of_the_slow_one(
     assert groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     row = groups.index(next(group for group in groups if 5 in group))
     assert factor[row, -1] == pytest.approx(1.4, abs=0.05)
-    axes = onset(analysis, timeline).axes[0]
+    axes = onset(timeline).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "0, 1",
         "2, 3",
@@ -180,6 +180,19 @@ def test_a_group_is_shown_under_all_of_its_ranks_with_the_onset_of_the_slow_one(
     ]
     (line,) = axes.lines
     assert line.get_xydata().tolist() == [[7.5, row - 0.5], [7.5, row + 0.5]]
+
+
+def test_a_device_that_became_healthy_again_is_marked_where_it_became_slow(tmp_path):
+    job = Job(name="over", layout=Layout.grid(dp=3, pp=2, tp=1, layers=8), microbatches=12)
+    fault = Fault(rank=5, factor=1.5, from_step=10, until_step=24)
+    batches = steps_of(job, [500], steps=50, seed=3, faults=[fault])
+    write_trace(tmp_path / "own.parquet", job, batches)
+    analysis = analyze(read_trace(tmp_path / "own.parquet"))
+    assert {verdict.status for verdict in analysis.verdicts} == {Status.HEALTHY}
+    timeline = TraceTimeline(analysis)
+    (line,) = onset(timeline).axes[0].lines
+    row = timeline.device_factor[0].index((5,))
+    assert line.get_xydata().tolist() == [[9.5, row - 0.5], [9.5, row + 0.5]]
 
 
 def test_the_ideal_timeline_of_few_devices_does_not_hold_the_slow_one(tmp_path):
