@@ -184,6 +184,8 @@ class Trace:
         import pandas as pd
 
         frame = pd.DataFrame(dict(self.records))
+        for name in ("tokens", "sequences", "sum_sq_len", "max_len"):
+            frame[name] = frame[name].astype("Int64").mask(frame[name] < 0)
         frame["op"] = pd.Categorical.from_codes(
             self.records["op"].astype(np.int8), pd.Index([op.name.lower() for op in Op])
         )

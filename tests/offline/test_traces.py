@@ -71,6 +71,8 @@ def test_the_frame_names_the_ops(tmp_path):
     frame = read_trace(path).frame()
     assert frame["op"].tolist() == ["forward"] * 4
     assert frame["compute_ms"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert frame["tokens"].tolist() == [7] * 4
+    assert frame["max_len"].isna().all()
 
 
 def test_a_whatif_trace_becomes_records(slow_trace):
