@@ -14,6 +14,7 @@ from resihp.contracts import (
     COLUMNS,
     ContractError,
     Job,
+    Layout,
     Plan,
     TelemetryBatch,
     TraceError,
@@ -40,6 +41,7 @@ def own_trace(path: Path, table: ParquetColumns) -> Trace:
         if not len(records):
             raise ValueError("holds no records")
         columns = {**records.columns(), "plan_version": _plan_version(table, plans)}
+        _require_known_ranks(records.rank, [job.layout, *(plan.layout for plan in plans.values())])
     except (ValueError, ContractError, RecursionError) as error:
         raise TraceError(f"{path}: {error}") from None
     return Trace(
@@ -87,6 +89,12 @@ def _plan_version(table: ParquetColumns, plans: Collection[int]) -> NDArray[np.i
     if lacking := [version for version in later if version not in plans]:
         raise ContractError(name, f"the plan of version {lacking[0]} was not recorded")
     return np.where(versions == first, first if first in plans else 0, versions).astype(np.int64)
+
+
+def _require_known_ranks(ranks: NDArray[np.integer], layouts: Iterable[Layout]) -> None:
+    known = {rank for layout in layouts for rank in layout.ranks}
+    if unknown := sorted(set(np.unique(ranks).tolist()) - known):
+        raise ContractError("rank", f"{unknown[0]} is in no layout of the job")
 
 
 def _values(table: ParquetColumns, name: str, dtype: np.dtype[Any]) -> NDArray[Any] | None:

@@ -339,6 +339,12 @@ def test_the_files_of_a_folder_are_of_one_job_and_their_plans_are_joined(tmp_pat
         read_trace(tmp_path)
 
 
+def test_ranks_of_no_layout_are_refused(tmp_path):
+    write_trace(tmp_path / "run.parquet", JOB, [batch_of(0, ranks=5)])
+    with pytest.raises(TraceError, match="rank: 4 is in no layout of the job"):
+        read_trace(tmp_path / "run.parquet")
+
+
 def test_metadata_that_is_nested_without_end_is_refused(tmp_path):
     path = tmp_path / "run.parquet"
     write_trace(path, JOB, [batch_of(0)])
