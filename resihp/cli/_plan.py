@@ -233,6 +233,7 @@ def _migrations(options: Sequence[PlanOption]) -> list[str]:
 
 
 def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     from resihp.formatting import inclusive_ranges, ratio
@@ -241,7 +242,7 @@ def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
         speed = speeds.get(rank, 1.0)
         return str(rank) if speed == 1.0 else f"{rank}({ratio(speed)})"
 
-    table = Table(title=f"{job.name}, plan {plan.version}", title_justify="left")
+    table = Table(title=f"{escape(job.name)}, plan {plan.version}", title_justify="left")
     for column in ("replica", "microbatches", "stage", "layers", "ranks", "shares", "was"):
         table.add_column(column, justify="left" if column in ("ranks", "was") else "right")
     before = [stage for replica in job.layout.replicas for stage in replica.stages]

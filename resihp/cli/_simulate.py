@@ -98,11 +98,12 @@ def _print_json(results: Sequence[PolicyRun]) -> None:
 
 def _print_table(job: Job, results: Sequence[PolicyRun]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from scheduler import POLICIES
 
-    table = Table(title=f"{job.name}: completed work under faults", title_justify="left")
+    table = Table(title=f"{escape(job.name)}: completed work under faults", title_justify="left")
     table.add_column("policy")
     table.add_column("of fault-free", justify="right")
     table.add_column("paused", justify="right")

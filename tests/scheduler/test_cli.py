@@ -76,6 +76,14 @@ def test_a_plan_is_a_table_with_reasons(run):
     assert "faster" in result.stdout
 
 
+def test_a_name_in_brackets_is_printed_as_it_is(run, tmp_path):
+    (tmp_path / "named.toml").write_text(JOB.replace("small", "run[v2] [red]x"))
+    named = str(tmp_path / "named.toml")
+    assert "run[v2] [red]x, plan 1" in run("plan", named).stdout
+    played = run("simulate", named, "--scenario", "FAULTS", "--policy", "nothing").stdout
+    assert "run[v2] [red]x: completed work" in played
+
+
 def test_a_plan_that_moves_state_says_after_how_many_steps_it_pays(run, tmp_path):
     model = "[model]\nlayers = 8\nhidden = 512\nheads = 8\nkv_heads = 8\nffn = 2048\nvocab = 4096\n"
     links = "[links]\ninter_gbytes_per_s = 0.05\n"
