@@ -98,10 +98,12 @@ class _Layers:
             self._restore(owner)
             return
         shown = self._original
-        for wrapper in self._wrappers.values():
-            shown = wrapper(shown)
+        for wrap in self._wrappers.values():
+            shown = wrap(shown)
         if not (inspect.isclass(owner) or inspect.ismodule(owner)):
-            shown = _BoundWrapper(shown)
+            wrapper, shown = shown, _BoundWrapper(shown)
+            if hasattr(wrapper, "__wrapped__"):
+                shown.__wrapped__ = wrapper.__wrapped__
             shown.without = (
                 (getattr, (owner, self._name)) if self._own is _ABSENT else (partial, (self._own,))
             )
@@ -119,10 +121,12 @@ class _Layers:
 class _BoundWrapper(partial[Any]):
     """A wrapper in an object, which copies and pickles of the object lack.
 
-    without  constructor and arguments of what they hold in its place
+    without      constructor and arguments of what they hold in its place
+    __wrapped__  of the wrapper, if it has that: it tells the parameters
     """
 
     without: tuple[Any, ...]
+    __wrapped__: Callable[..., Any]
 
     def __reduce__(self) -> Any:
         return self.without

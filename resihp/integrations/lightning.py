@@ -127,6 +127,8 @@ class _TrainingStep(torch.nn.Module):
             finally:
                 self._call = _no_step  # the batch would stay in memory until the next one
 
+        # Lightning reads the parameters of the method behind one decorator, with `self`.
+        step.__wrapped__ = getattr(training_step, "__wrapped__", training_step)  # type: ignore[attr-defined]
         return step
 
     def forward(self, *inputs: Any) -> Any:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,12 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def train(*callbacks: Any, ckpt_path: Any = None, **arguments: Any) -> Any:
+    def train(
+        *callbacks: Any,
+        training_step: Callable[..., Any] = Module.training_step,
+        ckpt_path: Any = None,
+        **arguments: Any,
+    ) -> Any:
         data = DataLoader(TensorDataset(torch.randn(24, 3, 4)), batch_size=2)
         given = {
             "accelerator": "cpu", "max_steps": 4, "accumulate_grad_batches": 3,
@@ -71,7 +77,8 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
             "default_root_dir": tmp_path, "enable_model_summary": False, **arguments,
         }  # fmt: skip
         trainer = lightning.Trainer(callbacks=list(callbacks), **given)
-        trainer.fit(Module(), data, data, ckpt_path=ckpt_path)
+        module = type("Own", (Module,), {"training_step": training_step})()
+        trainer.fit(module, data, data, ckpt_path=ckpt_path)
         return trainer
 
     return train
@@ -89,6 +96,40 @@ def test_microbatches_are_recorded_and_evaluation_is_not(
     assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 3)]
     assert callback.monitor.stats.failures == 0
     assert "training_step" not in vars(trainer.lightning_module)
+
+
+def _of_batch(self: Any, batch: Any) -> Any:
+    return self.layer(batch[0]).square().mean()
+
+
+def _of_batch_and_index(self: Any, batch: Any, batch_idx: int) -> Any:
+    assert isinstance(batch_idx, int)
+    return _of_batch(self, batch)
+
+
+def _of_iterator(self: Any, dataloader_iter: Any) -> Any:
+    batch, _, _ = next(dataloader_iter)
+    return _of_batch(self, batch)
+
+
+@wraps(_of_batch)
+def _decorated(*args: Any, **kwargs: Any) -> Any:
+    return _of_batch(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "training_step", [_of_batch, _of_batch_and_index, _of_iterator, _decorated]
+)
+def test_a_module_is_given_what_its_training_step_takes(
+    training_step: Callable[..., Any], fit: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    """Lightning reads that from the method's parameters."""
+    from resihp.integrations.lightning import ResiHPCallback
+
+    callbacks = [ResiHPCallback(client=sidecar, heartbeat_s=0.0) for _ in range(2)]
+    assert fit(*callbacks, training_step=training_step).global_step == 4
+    assert [callback.monitor.stats.failures for callback in callbacks] == [0, 0]
+    assert len(sidecar.passes()) >= len(PASSES)
 
 
 @pytest.mark.parametrize("fails", [False, True])
