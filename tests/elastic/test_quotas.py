@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 from resihp.contracts import ContractError, Layout, Plan, ServiceError
 from resihp.elastic import Quotas
 from resihp.testing.local_ranks import LocalRanks
-from tests.elastic.quota_loops import MICROBATCHES, QuotaLoop, run, tokens_of, undisturbed
+from tests.elastic.quota_loops import (
+    MICROBATCHES,
+    QuotaLoop,
+    batch,
+    build_model,
+    build_optimizer,
+    loss_of,
+    run,
+    tokens_of,
+    undisturbed,
+)
 
 GRID = Layout.grid(dp=3, pp=1, tp=1, layers=1)
 
@@ -149,6 +160,35 @@ def test_a_model_that_communicates_in_each_microbatch_is_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ContractError, match="several dimensions"):
         step.sync(fully_shard(nn.Linear(2, 2), mesh=mesh))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("shards_root", [False, True])
+def test_fsdp2_is_evaluated_between_backward_and_update(shards_root: bool) -> None:
+    """The next step computes with the updated parameters."""
+    losses: list[list[float]] = []
+    for sharded in (False, True):
+        inner = build_model()
+        model = inner
+        if sharded:
+            fully_shard(inner[0])
+            if not shards_root:
+                fully_shard(inner[2])
+            model = fully_shard(inner)
+        optimizer, told = build_optimizer(inner), []
+        for step in Quotas(microbatches=2).steps(3):
+            for index in step:
+                x = batch(QuotaLoop(), step.number, index)
+                with step.sync(model) if sharded else nullcontext():
+                    loss = loss_of(QuotaLoop(), model, x) * step.scale
+                    loss.backward()
+                told.append(loss.item())
+            with torch.no_grad():
+                model(x)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(told)
+    assert losses[1] == pytest.approx(losses[0])
 
 
 @pytest.mark.usefixtures("alone")

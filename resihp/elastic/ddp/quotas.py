@@ -10,8 +10,9 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
@@ -66,6 +67,7 @@ class QuotaStep:
         self.microbatches = assigned[rank]
         self.quotas = tuple(map(len, assigned))
         self.taken = 0
+        self._before: dict[FSDPModule, list[tuple[Any, Any]]] = {}
 
     @property
     def scale(self) -> float:
@@ -103,13 +105,26 @@ class QuotaStep:
             self._checked.add(model)
         is_last = self.taken == len(self.microbatches)
         if isinstance(model, FSDPModule):
-            model.set_reshard_after_forward(False)
-            model.set_reshard_after_backward(is_last)
-            model.set_requires_gradient_sync(is_last)
-            return nullcontext()
+            return self._gathered(model, is_last=is_last)
         assert isinstance(model, DistributedDataParallel)
         context: AbstractContextManager[None] = nullcontext() if is_last else model.no_sync()
         return context
+
+    @contextmanager
+    def _gathered(self, model: FSDPModule, *, is_last: bool) -> Iterator[None]:
+        """Enclose the passes of a microbatch; behind the last one forward passes reshard as before.
+
+        A model that an evaluation has left gathered would not see the next update.
+        """
+        if model not in self._before:
+            self._before[model] = [(g, g.post_forward_mesh_info) for g in _parameter_groups(model)]
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(is_last)
+        model.set_requires_gradient_sync(is_last)
+        yield
+        if is_last:
+            for group, mesh in self._before.pop(model):
+                group.post_forward_mesh_info = mesh
 
 
 class Quotas:
@@ -317,6 +332,19 @@ def _close(group: dist.ProcessGroup, sent: ref[torch.Tensor] | None) -> None:
 
     thread = threading.Thread(target=free, name="resihp-quotas-close", daemon=True)
     start_thread(thread, is_ending.set)
+
+
+def _parameter_groups(model: FSDPModule) -> Iterator[Any]:
+    """Yield the groups of parameters that FSDP2 gathers together: torch shows no setting of them.
+
+    In older versions of torch a module has one at most.
+    """
+    assert isinstance(model, nn.Module)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            one = getattr(state, "_fsdp_param_group", None)
+            yield from getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
 
 
 def _check(model: nn.Module, ranks: int) -> None:
