@@ -91,7 +91,7 @@ class TrainerQuotas:
 
         Raises `RuntimeError` if the loader has others.
         """
-        self._leave_step()
+        self.quotas.leave_step()  # a callback may have ended it before its update
         self._step = self.quotas.begin(self._number, microbatches=batches * self._ranks)
         self._take = iter(self._step)
         due = len(self._step.microbatches)
@@ -104,17 +104,12 @@ class TrainerQuotas:
     def finish(self) -> None:
         """Leave the trainer as it was."""
         self.remove()
-        self._leave_step()
+        self.quotas.leave_step()
         self.quotas.finish()
 
     def remove(self) -> None:
         """Leave the trainer as it was, without a word to other ranks."""
         self._patches.remove()
-
-    def _leave_step(self) -> None:
-        """Drop what is left of a step that a callback has ended before its update."""
-        for _ in self._take:
-            pass
 
     def _first_of_pass(self) -> int:
         """Return the number of the first step of the pass over the data that begins now."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resihp.contracts import ContractError, Layout, Plan, ServiceError
 from resihp.elastic import Quotas
+from resihp.elastic.ddp.quotas import QuotaStep
 from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.quota_loops import (
     MICROBATCHES,
@@ -166,29 +166,23 @@ def test_a_model_that_communicates_in_each_microbatch_is_refused() -> None:
 @pytest.mark.parametrize("shards_root", [False, True])
 def test_fsdp2_is_evaluated_between_backward_and_update(shards_root: bool) -> None:
     """The next step computes with the updated parameters."""
-    losses: list[list[float]] = []
-    for sharded in (False, True):
-        inner = build_model()
-        model = inner
-        if sharded:
-            fully_shard(inner[0])
-            if not shards_root:
-                fully_shard(inner[2])
-            model = fully_shard(inner)
-        optimizer, told = build_optimizer(inner), []
-        for step in Quotas(microbatches=2).steps(3):
-            for index in step:
-                x = batch(QuotaLoop(), step.number, index)
-                with step.sync(model) if sharded else nullcontext():
-                    loss = loss_of(QuotaLoop(), model, x) * step.scale
-                    loss.backward()
-                told.append(loss.item())
-            with torch.no_grad():
-                model(x)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(told)
-    assert losses[1] == pytest.approx(losses[0])
+    loop, inner = QuotaLoop(steps=3), build_model()
+    fully_shard(inner[0])
+    if not shards_root:
+        fully_shard(inner[2])
+    model, optimizer = fully_shard(inner), build_optimizer(inner)
+    expected = undisturbed(loop)
+    for step in Quotas(microbatches=MICROBATCHES).steps(loop.steps):
+        for index in step:
+            with step.sync(model):
+                x = batch(loop, step.number, index)
+                (loss_of(loop, model, x) * step.scale).backward()
+        with torch.no_grad():
+            model(x)
+        for parameter, gradient in zip(inner.parameters(), expected[step.number], strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.usefixtures("alone")
@@ -199,11 +193,40 @@ def test_a_step_that_is_not_taken_to_its_end() -> None:
         next(steps)
 
 
+def taken_at_once(step: QuotaStep) -> Iterator[int]:
+    yield from list(step)
+
+
+def taken_one_ahead(step: QuotaStep) -> Iterator[int]:
+    rest = iter(step)
+    present = next(rest)
+    for index in rest:
+        yield present
+        present = index
+    yield present
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("take", [taken_at_once, taken_one_ahead])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_microbatches_taken_ahead_of_their_passes(
+    take: Callable[[QuotaStep], Iterator[int]], microbatches: int
+) -> None:
+    """Each would count as the last one: with unequal quotas the ranks would wait for each other."""
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ContractError, match="before the next is taken"):  # noqa: PT012
+        for step in Quotas(microbatches=microbatches).steps(1):
+            for _ in take(step):
+                with step.sync(model):
+                    model(torch.ones(1, 2)).sum().backward()
+
+
 @pytest.mark.usefixtures("alone")
 def test_steps_that_a_trainer_begins() -> None:
     quotas = Quotas(microbatches=4, ahead=1)
     assert quotas.assigned(7) == (0, 1, 2, 3)
-    assert list(quotas.begin(8)) == [0, 1, 2, 3]
+    assert next(iter(quotas.begin(8))) == 0
+    quotas.leave_step()
     assert quotas.assigned(9, microbatches=2) == (0, 1)
     with pytest.raises(ContractError, match="is 1, not 2"):
         quotas.assigned(10)
@@ -211,7 +234,8 @@ def test_steps_that_a_trainer_begins() -> None:
     assert (step.quotas, step.scale) == ((2,), 0.5)
     with pytest.raises(ContractError, match="not all of its microbatches"):
         quotas.begin(10)
-    assert list(step) == [0, 1]
+    assert step.microbatches == (0, 1)
+    quotas.leave_step()
     with pytest.raises(ContractError, match="0 for 1 ranks"):
         quotas.begin(10, microbatches=0)
     quotas.finish()

@@ -49,6 +49,8 @@ _RELEASE_POLL_S = 0.01
 class QuotaStep:
     """A step of an accumulation loop: iterate over it once, to its end.
 
+    Each microbatch is computed inside `sync` before the next one is taken: no `list(step)`.
+
     number        of the step
     microbatches  of this rank, in the order in which they are yielded
     quotas        number of microbatches of each rank
@@ -66,7 +68,7 @@ class QuotaStep:
         self.number, self.plan_version, self._checked = number, plan_version, checked
         self.microbatches = assigned[rank]
         self.quotas = tuple(map(len, assigned))
-        self.taken = 0
+        self.taken = self._synced = 0
         self._before: dict[FSDPModule, list[tuple[Any, Any]]] = {}
 
     @property
@@ -91,6 +93,12 @@ class QuotaStep:
         while self.taken < len(self.microbatches):
             self.taken += 1
             yield self.microbatches[self.taken - 1]
+            if self._synced < self.taken:  # `sync` would take any of them for the last one
+                raise ContractError(
+                    "step",
+                    "compute each microbatch inside step.sync before the next is taken: no "
+                    "list(step), no prefetch; `step.microbatches` tells them beforehand",
+                )
 
     def sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context of a microbatch's passes: gradients are summed over the ranks behind
@@ -103,7 +111,7 @@ class QuotaStep:
         if model not in self._checked:
             _check(model, len(self.quotas))
             self._checked.add(model)
-        is_last = self.taken == len(self.microbatches)
+        self._synced, is_last = self.taken, self.taken == len(self.microbatches)
         if isinstance(model, FSDPModule):
             return self._gathered(model, is_last=is_last)
         assert isinstance(model, DistributedDataParallel)
@@ -243,6 +251,11 @@ class Quotas:
         self._end_step()
         self._agreement.finish()
         self._poller.close()
+
+    def leave_step(self) -> None:
+        """Drop what is left of a step that a trainer ends before its update, on all ranks alike."""
+        if self._begun is not None:
+            self._begun.taken = len(self._begun.microbatches)
 
     def total(self, weight: float) -> float:
         """Sum `weight` over all ranks: of this rank's microbatches of the step. A collective.
