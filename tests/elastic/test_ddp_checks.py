@@ -156,18 +156,58 @@ def test_an_update_that_computes_gradients_itself(made: Made, by_name: bool) -> 
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_gradients_zeroed_in_the_inner_loop(made: Made) -> None:
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_zeroed_in_the_inner_loop(to_none: bool, made: Made) -> None:
     model, optimizer, _ = made
 
     def inside(_: int) -> None:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
         compute(model)
 
     assert "belong behind the inner loop" in misuse(made, inside)
 
 
-def test_a_microbatch_without_backward(made: Made) -> None:
-    assert "call backward()" in misuse(made, lambda _: None)
+def test_gradients_clipped_in_the_inner_loop(made: Made) -> None:
+    def inside(_: int) -> None:
+        compute(made[0])
+        nn.utils.clip_grad_norm_(made[0].parameters(), 0.1)
+
+    assert "belong behind the inner loop" in misuse(made, inside)
+
+
+@pytest.mark.parametrize("skipped", range(3))
+def test_a_microbatch_without_backward(skipped: int, made: Made) -> None:
+    """As one is left out whose loss is not finite."""
+
+    def inside(index: int) -> None:
+        if index != skipped:
+            compute(made[0])
+
+    assert "call backward()" in misuse(made, inside)
+
+
+def test_a_norm_that_is_trained_again() -> None:
+    """It was in `eval()` when the replicas were made."""
+    store = host_store("127.0.0.1", 0, timedelta(seconds=10))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    environment = Environment(0, 1, "127.0.0.1", store.port, "job", False, False)
+    replicas = Replicas(model, optimizer, microbatches=3, environment=environment)
+    with pytest.raises(ContractError, match="running statistics"):  # noqa: PT012
+        for step in replicas.steps(1):
+            model.train()
+            for _ in step:
+                compute(model)
+    del store  # not before
+
+
+@pytest.mark.parametrize("microbatches", [0, -3, 4.0])
+def test_a_number_of_microbatches_that_cannot_be(microbatches: int) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    environment = Environment(0, 1, "127.0.0.1", 1, "job", False, False)
+    with pytest.raises(ContractError, match="an integer of 1 or more"):
+        Replicas(model, optimizer, microbatches=microbatches, environment=environment)
 
 
 def test_weights_with_some_microbatches_only(made: Made) -> None:

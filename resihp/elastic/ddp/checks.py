@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,31 @@ def check_model(model: nn.Module, coordinates: ReplicaCoordinates) -> None:
     """Check a model. Raises `ContractError` that says what to change."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ContractError("model", "none of its parameters is trained")
+    check_norms(norms_of(model))
     for name, module in model.named_modules():
         _check_module(f"model.{name}" if name else "model", module, coordinates)
     for name, parameter in model.named_parameters():
         _check_parameter(f"model.{name}", parameter, coordinates)
+
+
+def norms_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with running statistics: BatchNorm of any kind, and InstanceNorm."""
+    return {
+        f"model.{name}" if name else "model": module
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.track_running_stats
+    }
+
+
+def check_norms(norms: Mapping[str, nn.Module]) -> None:
+    """Raise `ContractError` if running statistics are updated, which `train()` may begin."""
+    for name, module in norms.items():
+        if module.training:
+            raise ContractError(
+                name,
+                "its running statistics depend on which microbatches a replica computes: use "
+                "LayerNorm or GroupNorm, or track_running_stats=False, or freeze it with eval()",
+            )
 
 
 def check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -61,13 +82,6 @@ def _check_module(name: str, module: nn.Module, coordinates: ReplicaCoordinates)
         if size > coordinates.members:
             raise ContractError(name, _across(f"DDP over {size} processes", coordinates))
         module.register_forward_pre_hook(_refuse_no_sync)
-    # BatchNorm of any kind, and InstanceNorm.
-    if isinstance(module, _NormBase) and module.track_running_stats and module.training:
-        raise ContractError(
-            name,
-            "its running statistics depend on which microbatches a replica computes: use "
-            "LayerNorm or GroupNorm, or track_running_stats=False, or freeze it with eval()",
-        )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
         raise ContractError(name, "sparse gradients cannot be summed here: use sparse=False")
 

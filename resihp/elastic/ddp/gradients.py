@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice, is_placed_apart
 from ..process_groups.tree_allreduce import tree_allreduce
 from .groups import ReplicaGroups
+
+_WATCHED = 16
+"""Parameters whose gradients are watched for other writes than those of backward, about."""
 
 
 class LoopGradients:
@@ -50,8 +53,8 @@ class LoopGradients:
             raise ContractError("deterministic", "sums are made in fp32: too few bits for float64")
         self.total: list[torch.Tensor] | None = None
         self._microbatches, self._bucket_bytes = microbatches, bucket_bytes
-        has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
-        self._overlap, self._ordered = overlap and not ordered and not has_ddp, ordered
+        self._has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
+        self._overlap, self._ordered = overlap and not ordered and not self._has_ddp, ordered
         self._held: dict[Node, list[torch.Tensor]] = {}
         self._ahead: BucketedAllReduce | None = None
         self._summed: list[torch.Tensor] = []
@@ -76,16 +79,19 @@ class LoopGradients:
                 "the schedule of a pipeline adds microbatches up in an order of its own: iterate "
                 "over the step itself, one microbatch at a time",
             )
-        before = [parameter.grad for parameter in self.parameters]
+        before = self._state()
+        # A schedule may add to some gradients without backward; DDP writes to them behind it.
+        is_watched = len(microbatches) == 1 and not self._has_ddp
+        watch = _BackwardWatch(self.parameters if is_watched else [], self._sharded)
+        exchange: AbstractContextManager[None] = nullcontext()
         if is_last and self._overlap and len(groups.data_parallel) > 1:
             self._ahead = self._all_reduce(groups)
-            with self._ahead.overlapped(
+            exchange = self._ahead.overlapped(
                 passes=lambda one: 1 if one in self._sharded else len(microbatches)
-            ):
-                yield
-        else:
+            )
+        with watch, exchange:
             yield
-        self._check(before)
+        self._check(before, has_changed=watch.has_changed)
         if is_last or self._ordered:
             self._redistribute()
         if self._ordered:
@@ -179,25 +185,85 @@ class LoopGradients:
             else:
                 parameter.grad = _laid_out(summed.to(parameter.dtype), parameter)
 
-    def _check(self, before: Sequence[torch.Tensor | None]) -> None:
-        """Raise `ContractError` if the loop did more to gradients than accumulate them."""
-        after = [parameter.grad for parameter in self.parameters]
-        if all(gradient is None for gradient in after):
+    def _state(self) -> list[tuple[torch.Tensor | None, int]]:
+        """Return each gradient with the number of in-place writes to it."""
+        with torch.no_grad():  # no graph of local parts
+            return [(one.grad, _writes(one.grad)) for one in self.parameters]
+
+    def _check(
+        self, before: Sequence[tuple[torch.Tensor | None, int]], *, has_changed: bool
+    ) -> None:
+        """Raise `ContractError` if the loop did not accumulate gradients, or did more to them."""
+        changes = list(zip(before, self._state(), strict=True))
+        if all(old is new and then == now for (old, then), (new, now) in changes):
             raise ContractError(
                 "step",
-                "no parameter has a gradient behind a microbatch: call backward() in the inner "
-                "loop, and leave FSDP2's set_requires_gradient_sync(True)",
+                "no parameter has a gradient of a microbatch: call backward() for each of them in "
+                "the inner loop, and leave FSDP2's set_requires_gradient_sync(True)",
             )
-        if any(old is not None and old is not new for old, new in zip(before, after, strict=True)):
+        if has_changed or any(old is not None and old is not new for (old, _), (new, _) in changes):
             raise ContractError(
                 "step",
-                "gradients were zeroed or replaced within a step: that, clipping and the update "
-                "belong behind the inner loop",
+                "gradients were zeroed, scaled or replaced within a step: that, clipping and the "
+                "update belong behind the inner loop",
             )
 
     def _drop(self) -> None:
         for parameter in self._all:
             parameter.grad = None
+
+
+class _BackwardWatch:
+    """Detects writes to gradients other than those of backward, in a context.
+
+    Looks at a few parameters, because each hook costs time: clipping and zeroing write to all.
+    Gradients that share memory share their counter of writes, and are left out. Of a sharded
+    gradient torch counts writes to single ones only: not clipping, which takes all at once.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], sharded: Collection[nn.Parameter]
+    ) -> None:
+        self._few = parameters[:: -(-len(parameters) // _WATCHED) or 1]
+        self._sharded = sharded
+        self._writes = {one: one.grad._version for one in self._few if one.grad is not None}
+        self._added: set[nn.Parameter] = set()
+        self._is_disturbed = False
+
+    @property
+    def has_changed(self) -> bool:
+        """True if something else than backward has written."""
+        return self._is_disturbed or any(
+            one.grad is None or one.grad._version != self._writes[one] for one in self._added
+        )
+
+    def __enter__(self) -> None:
+        self._hooks = [one.register_post_accumulate_grad_hook(self._add) for one in self._few]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _add(self, parameter: nn.Parameter) -> None:
+        """Take note that backward has added to the gradient."""
+        gradient = parameter.grad
+        assert gradient is not None
+        is_local = not isinstance(gradient, DTensor)
+        if is_local and gradient.untyped_storage().nbytes() > gradient.nbytes:
+            return
+        by_backward = parameter not in self._sharded  # FSDP2 writes to the local part
+        known = self._writes.get(parameter, gradient._version)
+        self._is_disturbed |= gradient._version > known + by_backward
+        self._writes[parameter] = gradient._version
+        self._added.add(parameter)
+
+
+def _writes(gradient: torch.Tensor | None) -> int:
+    """Return the number of in-place writes to a gradient."""
+    if gradient is None:
+        return 0
+    local = gradient.to_local()._version if isinstance(gradient, DTensor) else 0
+    return gradient._version + local
 
 
 def _laid_out(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

@@ -31,7 +31,7 @@ from ..rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
 from ..rendezvous.environment import Environment
 from ..rendezvous.joiners import describe_model
 from ..rendezvous.store import Timeouts
-from .checks import check_model, check_optimizers, fingerprint
+from .checks import check_model, check_norms, check_optimizers, fingerprint, norms_of
 from .gradients import LoopGradients
 from .groups import ReplicaGroups, connect_replica_groups
 from .member_agreement import MemberAgreement
@@ -90,8 +90,10 @@ class Replicas:
         select_communicators()  # raises here, instead of in the first step
         self.coordinates = ReplicaCoordinates.of(environment, members)
         self.completed = self.recoveries = 0
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise ContractError("microbatches", f"must be an integer of 1 or more: {microbatches}")
         check_model(model, self.coordinates)
-        self._model = model
+        self._model, self._norms = model, norms_of(model)
         self._description = describe_model((n, p.shape) for n, p in model.named_parameters())
         self._state: dict[str, Stateful] = {"model": model, "optimizer": optimizer, **(state or {})}
         self._optimizers = [
@@ -161,6 +163,7 @@ class Replicas:
     def _work(self, step: Step) -> Iterator[tuple[int, ...]]:
         """Yield the microbatches of this replica, and those that it redoes after a loss."""
         self._is_in_step = True
+        check_norms(self._norms)
         self._sums.begin()
         broken, self._pending_recovery = self._pending_recovery, None
         while broken is not None or self.completed == step.number:
