@@ -96,6 +96,16 @@ def test_parameters_that_are_not_summed() -> None:
         check_optimizers(linear(), [optimizer])
 
 
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_names_of_the_state_that_are_taken(name: str) -> None:
+    """What is under them would be sent to joiners in place of the model."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    environment = Environment(0, 1, "127.0.0.1", 1, "job", False, False)
+    with pytest.raises(ContractError, match="use other names"):
+        Replicas(model, optimizer, microbatches=3, state={name: linear()}, environment=environment)
+
+
 Made = tuple[nn.Module, torch.optim.Optimizer, Replicas]
 
 

@@ -95,7 +95,10 @@ class Replicas:
         check_model(model, self.coordinates)
         self._model, self._norms = model, norms_of(model)
         self._description = describe_model((n, p.shape) for n, p in model.named_parameters())
-        self._state: dict[str, Stateful] = {"model": model, "optimizer": optimizer, **(state or {})}
+        self._state: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
+        if state and not self._state.keys().isdisjoint(state):
+            raise ContractError("state", "`model` and `optimizer` are taken: use other names")
+        self._state.update(state or {})
         self._optimizers = [
             one for one in self._state.values() if isinstance(one, torch.optim.Optimizer)
         ]
