@@ -101,7 +101,8 @@ class QuotaSteps:
             ahead=steps_ahead(data),
         )
         self._number, self._steps = first, -(-len(data) // accumulation)
-        self._first_of_pass = first - first % self._steps
+        self._skip = first % self._steps  # of the first pass, which is the rest of another one
+        self._first_of_pass = first - self._skip
         self._batches = QuotaBatches(data, accumulation, self._quotas, lambda: self._first_of_pass)
         self._batches.use()
 
@@ -116,7 +117,7 @@ class QuotaSteps:
 
     def __iter__(self) -> Iterator[LoadedStep]:
         """Yield the steps of a pass over the data."""
-        done = self._number % self._steps
+        done, self._skip = self._skip, 0
         self._first_of_pass = self._number - done
         batches = iter(_without_first(self._data, done * self._accumulation))
         for step in range(done, self._steps):

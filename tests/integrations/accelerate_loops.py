@@ -6,6 +6,7 @@ Run by torchrun; every loop writes FOLDER/NAME-RANK.pt.
 from __future__ import annotations
 
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,23 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from resihp.elastic import NoPlans
 from resihp.integrations.accelerate import QuotaSteps
 from tests.integrations.quota_plans import OnePlan
 
 ACCUMULATION, SAMPLES, PASSES = 3, 58, 3
 RESUMED = 6
 """Step with which a training goes on that was left before it: in the middle of a pass."""
+LIMIT = 2
+"""Steps a pass of the loop that leaves each one early."""
 
 
-def prepare(accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    """Model, optimizer and shuffled data, alike on all ranks and in all loops."""
+def prepare(accelerator: Accelerator, *, shuffle: bool = True) -> tuple[Any, Any, Any]:
+    """Model, optimizer and data, alike on all ranks and in all loops."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(SAMPLES, 8), nn.Tanh(), nn.Linear(8, SAMPLES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=2, shuffle=True)
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=2, shuffle=shuffle)
     prepared: tuple[Any, Any, Any] = accelerator.prepare(model, optimizer, data)
     return prepared
 
@@ -91,6 +95,22 @@ def by_quotas(accelerator: Accelerator, folder: Path, name: str, *quotas: int) -
     return {**kept, "model": model.module.state_dict()}
 
 
+def left_early(accelerator: Accelerator) -> dict[str, Any]:
+    """The loop with quotas and a limit of steps a pass, on data in order."""
+    model, optimizer, data = prepare(accelerator, shuffle=False)
+    taken: list[list[int]] = []
+    options = {"plans": NoPlans(), "url": "http://127.0.0.1:9"}
+    with QuotaSteps(model, optimizer, data, accumulation=ACCUMULATION, **options) as steps:
+        for _ in range(PASSES):
+            for step in islice(steps, LIMIT):
+                taken.append([])
+                for (x,) in step:
+                    with step.sync(model):
+                        accelerator.backward(loss_of(model, x) * step.scale)
+                    taken[-1] += x.tolist()
+    return {"taken": taken}
+
+
 def main() -> None:
     """Run all loops."""
     folder = Path(sys.argv[1])
@@ -101,6 +121,7 @@ def main() -> None:
     for name, quotas in ("quotas", (5, 3, 1)), ("resumed", (1, 2, 6)):
         torch.save(by_quotas(accelerator, folder, name, *quotas), folder / f"{name}-{rank}.pt")
         dist.barrier()
+    torch.save(left_early(accelerator), folder / f"left-{rank}.pt")
     accelerator.end_training()
 
 
