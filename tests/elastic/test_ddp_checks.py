@@ -31,6 +31,14 @@ def four_processes() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """This process, as the only one of its replica."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
@@ -75,6 +83,24 @@ def test_no_sync_within_a_replica() -> None:
     check_model(model, ReplicaCoordinates(0, 1, members=4))
     with model.no_sync(), pytest.raises(ContractError, match="each microbatch's gradients"):
         model(torch.ones(1, 4))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_sharded_model_that_was_evaluated() -> None:
+    """It leaves the parameters of the root gathered."""
+    store = host_store("127.0.0.1", 0, timedelta(seconds=10))
+    model = fully_shard(linear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    environment = Environment(0, 1, "127.0.0.1", store.port, "job", False, False)
+    replicas = Replicas(model, optimizer, microbatches=3, environment=environment)
+    for step in replicas.steps(1):
+        for _ in step:
+            compute(model)
+        optimizer.step()
+    assert replicas.completed == 1
+    del store  # not before
 
 
 def test_hooks_that_act_before_the_sum() -> None:

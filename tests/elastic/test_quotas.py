@@ -20,6 +20,7 @@ from resihp.elastic.ddp.quotas import QuotaStep
 from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.quota_loops import (
     MICROBATCHES,
+    WIDTH,
     QuotaLoop,
     batch,
     build_model,
@@ -160,6 +161,19 @@ def test_a_model_that_communicates_in_each_microbatch_is_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ContractError, match="several dimensions"):
         step.sync(fully_shard(nn.Linear(2, 2), mesh=mesh))
+
+
+@pytest.mark.usefixtures("alone")
+def test_fsdp2_is_evaluated_before_the_first_step() -> None:
+    """It leaves the parameters of the root gathered."""
+    model = fully_shard(build_model())
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    for step in Quotas(microbatches=2).steps(1):
+        for _ in step:
+            with step.sync(model):
+                model(torch.ones(1, WIDTH)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.usefixtures("alone")

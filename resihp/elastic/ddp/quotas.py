@@ -41,6 +41,7 @@ from ..planning.quota_plans import (
     quotas_by_replica,
 )
 from ..planning.sources import NoPlans, PlanSource
+from .checks import reshard
 from .quota_agreement import QuotaAgreement, QuotaState
 
 _RELEASE_POLL_S = 0.01
@@ -368,6 +369,7 @@ def _check(model: nn.Module, ranks: int) -> None:
     if isinstance(model, DistributedDataParallel):
         size = model.process_group.size()
     elif isinstance(model, FSDPModule):
+        reshard(model)
         meshes = {one.device_mesh for one in model.parameters() if isinstance(one, DTensor)}
         size = next(iter(meshes)).size() if len(meshes) == 1 else 0
         if any(mesh.ndim > 1 for mesh in meshes):

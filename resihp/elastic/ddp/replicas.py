@@ -31,7 +31,7 @@ from ..rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
 from ..rendezvous.environment import Environment
 from ..rendezvous.joiners import describe_model
 from ..rendezvous.store import Timeouts
-from .checks import check_model, check_norms, check_optimizers, fingerprint, norms_of
+from .checks import check_model, check_norms, check_optimizers, fingerprint, norms_of, reshard
 from .gradients import LoopGradients
 from .groups import ReplicaGroups, connect_replica_groups
 from .member_agreement import MemberAgreement
@@ -92,6 +92,7 @@ class Replicas:
         self.completed = self.recoveries = 0
         if not isinstance(microbatches, int) or microbatches < 1:
             raise ContractError("microbatches", f"must be an integer of 1 or more: {microbatches}")
+        reshard(model)
         check_model(model, self.coordinates)
         self._model, self._norms = model, norms_of(model)
         self._description = describe_model((n, p.shape) for n, p in model.named_parameters())
