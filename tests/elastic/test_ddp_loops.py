@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
-from resihp.contracts import Layout, Plan
+from resihp.contracts import ContractError, Layout, Plan
+from resihp.elastic.ddp.replicas import Replicas
+from resihp.elastic.rendezvous.environment import Environment
+from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.ddp_faults import LoopFault
 from tests.elastic.ddp_loops import Loop, Trace, play, work_of
+from tests.elastic.engine_job import TIMEOUTS
 
 STEPS, MICROBATCHES = 4, 8
 
@@ -174,3 +181,61 @@ def test_one_is_lost_while_the_state_moves(at: str, tmp_path: Path) -> None:
     assert_same_training(trace, alone, {victim})
     assert_each_sample_once(trace)
     assert trace.alive[7] == sorted({0, 1, 2} - {victim})
+
+
+class Apart(NamedTuple):
+    """What the second of two replicas has otherwise than the first one."""
+
+    told: str
+    change: Callable[[nn.Module], nn.Module] = lambda model: model
+    microbatches: int = 4
+    frozen: int = 0
+    at_step: int = 0
+
+
+APART = {
+    "dtype": Apart("torch.bfloat16", lambda model: model.bfloat16()),
+    "shape": Apart("are not alike", lambda _: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))),
+    "microbatches": Apart("microbatches=6", microbatches=6),
+    "trained": Apart("set requires_grad alike", frozen=1),
+    "trained later": Apart("set requires_grad alike", frozen=1, at_step=1),
+}
+
+
+def run_apart(rank: int, host: str, port: int, case: str, folder: Path) -> None:
+    """One of two replicas that differ; the layers are of equal sizes."""
+    torch.set_num_threads(1)
+    apart = APART[case] if rank else Apart("")
+    model = apart.change(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    environment = Environment(rank, 2, host, port, "apart", False, False)
+    replicas = Replicas(
+        model,
+        optimizer,
+        microbatches=apart.microbatches,
+        timeouts=TIMEOUTS,
+        environment=environment,
+    )
+    done = 0
+    try:
+        for step in replicas.steps(3):
+            if step.number == APART[case].at_step and "trained" in case:
+                model[apart.frozen].requires_grad_(False)
+            for _ in step:
+                x = torch.ones(2, 4, dtype=model[0].weight.dtype)
+                model(x).square().sum().backward()
+            done += 1
+    except ContractError as error:
+        (folder / f"told-{rank}").write_text(f"{done} {error}")
+
+
+@pytest.mark.parametrize("case", APART)
+def test_replicas_that_are_not_alike(case: str, tmp_path: Path) -> None:
+    """All end before a gradient is used that another one had no part in."""
+    with LocalRanks("apart", tmp_path) as ranks:
+        ranks.start(range(2), run_apart, case, tmp_path)
+        assert set(ranks.wait(120).values()) == {0}, ranks.logs()
+    for rank in range(2):
+        done, told = (tmp_path / f"told-{rank}").read_text().split(" ", 1)
+        assert int(done) == APART[case].at_step
+        assert APART[case].told in told or rank == 0

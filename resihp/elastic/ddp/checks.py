@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resihp.contracts import ContractError
 
+from ..rendezvous.joiners import describe_model
 from .step import ReplicaCoordinates
 
 
@@ -70,6 +71,15 @@ def check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimize
                     "it updates parameters that are not the model's: put all of them into one "
                     "module, and make the optimizer behind fully_shard",
                 )
+
+
+def describe(model: nn.Module, **settings: object) -> str:
+    """Describe what must be alike in all replicas from the start on."""
+    parameters = dict(model.named_parameters())
+    told = describe_model((f"{name} {one.dtype}", one.shape) for name, one in parameters.items())
+    dtypes = ", ".join(sorted({str(one.dtype) for one in parameters.values()}))
+    given = ", ".join(f"{name}={value}" for name, value in settings.items())
+    return f"{told} of {dtypes} with {given}"
 
 
 def fingerprint(optimizers: Iterable[torch.optim.Optimizer]) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import compress
 
 import torch
 from torch import nn
@@ -32,6 +34,7 @@ class LoopGradients:
                 which sums a gradient when backward has added to it
     ordered     sum in the fixed order of `tree_sum`, in fp32
     parameters  trained in this step
+    trained     hash of their names and sizes
     total       sums over all replicas; None until `sum_over`
     """
 
@@ -45,7 +48,9 @@ class LoopGradients:
         ordered: bool,
     ) -> None:
         self._all = list(model.parameters())
+        self._labels = [f"{name} {one.numel()}" for name, one in model.named_parameters()]
         self.parameters: list[nn.Parameter] = []
+        self.trained = 0
         modules = list(model.modules())
         sharded = [module for module in modules if isinstance(module, FSDPModule)]
         self._sharded = {one for module in sharded for one in _parameters(module)}
@@ -63,6 +68,8 @@ class LoopGradients:
         """Start a step without gradients, also of parameters frozen since the last one."""
         self.total, self._ahead, self._held, self._summed = None, None, {}, []
         self.parameters = [parameter for parameter in self._all if parameter.requires_grad]
+        labels = compress(self._labels, (parameter.requires_grad for parameter in self._all))
+        self.trained = zlib.crc32(",".join(labels).encode())
         self._drop()
 
     @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,9 +30,16 @@ from ..process_groups.selection import select_communicators
 from ..process_groups.transport import ProcessGroupTransport
 from ..rendezvous.consensus import RecoveryDecision, SurvivorReport, agree
 from ..rendezvous.environment import Environment
-from ..rendezvous.joiners import describe_model
 from ..rendezvous.store import Timeouts
-from .checks import check_model, check_norms, check_optimizers, fingerprint, norms_of, reshard
+from .checks import (
+    check_model,
+    check_norms,
+    check_optimizers,
+    describe,
+    fingerprint,
+    norms_of,
+    reshard,
+)
 from .gradients import LoopGradients
 from .groups import ReplicaGroups, connect_replica_groups
 from .member_agreement import MemberAgreement
@@ -39,6 +47,8 @@ from .member_loss import MemberLossWatch
 from .membership import ReplicaJoiner, ReplicaMembership
 from .state_sync import StateBroadcast, Stateful, receive_state
 from .step import ReplicaCoordinates, Step
+
+_TRAINED_APART = "its trained parameters differ between replicas: set requires_grad alike in all"
 
 
 class Replicas:
@@ -95,7 +105,13 @@ class Replicas:
         reshard(model)
         check_model(model, self.coordinates)
         self._model, self._norms = model, norms_of(model)
-        self._description = describe_model((n, p.shape) for n, p in model.named_parameters())
+        self._description = describe(
+            model,
+            microbatches=microbatches,
+            members=members,
+            deterministic=deterministic,
+            bucket_bytes=bucket_bytes,
+        )
         self._state: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
         if state and not self._state.keys().isdisjoint(state):
             raise ContractError("state", "`model` and `optimizer` are taken: use other names")
@@ -124,6 +140,7 @@ class Replicas:
         self._members = MemberAgreement(self._rendezvous, self.coordinates)
         self._member_loss = MemberLossWatch(self._rendezvous, self.coordinates)
         self._groups: ReplicaGroups | None = None
+        self._is_compared = False
         self._has_begun = False
         self._state_broadcast: StateBroadcast | None = None
         self._counts: StepCounts | None = None
@@ -176,6 +193,9 @@ class Replicas:
                     self._recover(broken, step)
                     broken = None
                 if self.completed == step.number:
+                    if not self._is_compared:
+                        with self._members.together():
+                            self._compare()
                     if self._membership.without_state:
                         with self._members.together():
                             self._share_state()
@@ -184,6 +204,21 @@ class Replicas:
             except PeerLostError as error:
                 broken = str(error)
         self._is_in_step = False
+
+    def _compare(self) -> None:
+        """Compare what replicas must have alike, over new groups: their buckets are then alike."""
+        assert self._groups is not None
+        group, described = self._groups.data_parallel, zlib.crc32(self._description.encode())
+        numbers = [
+            float(number) for one in (described, self._sums.trained) for number in (one, -one)
+        ]
+        told = torch.tensor(numbers, dtype=torch.float64, device=group.device)
+        most, least, most_trained, least_trained = group.all_reduce_max(told).tolist()
+        if most != -least:
+            raise ContractError("replicas", f"are not alike: this one trains {self._description}")
+        if most_trained != -least_trained:
+            raise ContractError("model", _TRAINED_APART)
+        self._is_compared = True
 
     def _compute(self, step: Step) -> Iterator[tuple[int, ...]]:
         assert self._groups is not None
@@ -203,7 +238,7 @@ class Replicas:
         except PeerLostError as error:
             reason = str(error)
             self._rendezvous.request_recovery(reason)
-        numbers = 2 * (self.coordinates.members + 1 + len(self.alive))  # in a ballot
+        numbers = 2 * (2 * self.coordinates.members + 1 + len(self.alive))  # in a ballot
         voted = self._members.outcome(voted, numbers)
         if voted is None:
             raise PeerLostError(reason)
@@ -236,15 +271,19 @@ class Replicas:
         """Return what this rank adds to the vote: settings, joiners, and quotas of a plan."""
         members, index = self.coordinates.members, self.coordinates.index
         alike, waiting = fingerprint(self._optimizers), self._join.waiting(self.alive)
-        settings = [-math.inf] * (2 * members)  # a stage may have other settings than the next one
-        settings[2 * index : 2 * index + 2] = [alike, -alike]
+        trained = float(self._sums.trained)
+        settings = [-math.inf] * (4 * members)  # a stage may have other settings than the next one
+        settings[4 * index : 4 * index + 4] = [alike, -alike, trained, -trained]
         return [*settings, float(bool(waiting)), *self._proposal()]
 
     def _learn(self, voted: Sequence[float]) -> None:
-        """Compare optimizer settings; take note of joiners and quotas."""
+        """Compare settings and trained parameters; take note of joiners and quotas."""
         members = self.coordinates.members
-        settings, (is_due, version, *told) = voted[: 2 * members], voted[2 * members :]
-        if any(most != -least for most, least in zip(settings[::2], settings[1::2], strict=True)):
+        settings, (is_due, version, *told) = voted[: 4 * members], voted[4 * members :]
+        differ = [most != -least for most, least in zip(settings[::2], settings[1::2], strict=True)]
+        if any(differ[1::2]):
+            raise ContractError("model", _TRAINED_APART)
+        if any(differ[::2]):
             raise ContractError(
                 "optimizer",
                 "its settings differ between replicas: set them alike, and give `state` the LR "
@@ -405,6 +444,7 @@ class Replicas:
         if self._groups is not None:
             close_groups(self._groups.groups)
             self._groups = None
+        self._is_compared = False
         state = (
             [membership.state_source, *membership.data_parallel(membership.without_state)]
             if membership.without_state
