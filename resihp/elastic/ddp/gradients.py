@@ -86,7 +86,8 @@ class LoopGradients:
                 "the schedule of a pipeline adds microbatches up in an order of its own: iterate "
                 "over the step itself, one microbatch at a time",
             )
-        before = self._state()
+        gradients = [parameter.grad for parameter in self.parameters]
+        before = [(gradient, _writes(gradient)) for gradient in gradients]
         # A schedule may add to some gradients without backward; DDP writes to them behind it.
         is_watched = len(microbatches) == 1 and not self._has_ddp
         watch = _BackwardWatch(self.parameters if is_watched else [], self._sharded)
@@ -192,23 +193,19 @@ class LoopGradients:
             else:
                 parameter.grad = _laid_out(summed.to(parameter.dtype), parameter)
 
-    def _state(self) -> list[tuple[torch.Tensor | None, int]]:
-        """Return each gradient with the number of in-place writes to it."""
-        with torch.no_grad():  # no graph of local parts
-            return [(one.grad, _writes(one.grad)) for one in self.parameters]
-
     def _check(
         self, before: Sequence[tuple[torch.Tensor | None, int]], *, has_changed: bool
     ) -> None:
         """Raise `ContractError` if the loop did not accumulate gradients, or did more to them."""
-        changes = list(zip(before, self._state(), strict=True))
-        if all(old is new and then == now for (old, then), (new, now) in changes):
+        after = [parameter.grad for parameter in self.parameters]
+        pairs = list(zip(before, after, strict=True))
+        if not any(old is not new or count != _writes(new) for (old, count), new in pairs):
             raise ContractError(
                 "step",
                 "no parameter has a gradient of a microbatch: call backward() for each of them in "
                 "the inner loop, and leave FSDP2's set_requires_gradient_sync(True)",
             )
-        if has_changed or any(old is not None and old is not new for (old, _), (new, _) in changes):
+        if has_changed or any(old is not None and old is not new for (old, _), new in pairs):
             raise ContractError(
                 "step",
                 "gradients were zeroed, scaled or replaced within a step: that, clipping and the "
@@ -269,8 +266,10 @@ def _writes(gradient: torch.Tensor | None) -> int:
     """Return the number of in-place writes to a gradient."""
     if gradient is None:
         return 0
-    local = gradient.to_local()._version if isinstance(gradient, DTensor) else 0
-    return gradient._version + local
+    if not isinstance(gradient, DTensor):
+        return gradient._version
+    with torch.no_grad():  # no graph of the local part
+        return gradient._version + gradient.to_local()._version
 
 
 def _laid_out(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
