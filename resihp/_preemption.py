@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from resihp._shutdown import start_thread
 from resihp.contracts import ContractError
@@ -54,6 +55,7 @@ class PreemptionNotice:
         self._window_s = inf if window_s is None else window_s
         self._then: Callable[[float], None] = lambda until_s: None
         self._noticed, self._is_closed = threading.Event(), False
+        self._handlers_before: dict[int, Any] = {}
         self._has_failed = False
 
     @classmethod
@@ -79,7 +81,7 @@ class PreemptionNotice:
         self._then = then or self._then
         if threading.current_thread() is threading.main_thread():
             for number in signals:
-                signal.signal(number, self.handle_signal)
+                self._handlers_before[number] = signal.signal(number, self.handle_signal)
         if self._file is not None or self._url or then is not None:
             thread = threading.Thread(target=self._run, name="resihp-preemption", daemon=True)
             start_thread(thread, self.close)
@@ -101,9 +103,14 @@ class PreemptionNotice:
             self.until_s = time.monotonic() + left_s
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop looking, and in the main thread handle signals as before `start`."""
         self._is_closed = True
         self._noticed.set()
+        if threading.current_thread() is threading.main_thread():
+            while self._handlers_before:
+                number, before = self._handlers_before.popitem()
+                if signal.getsignal(number) == self.handle_signal:
+                    signal.signal(number, before or signal.SIG_DFL)  # None: not set by Python
 
     def forward(self, file: Path) -> None:
         """Write the notice to `file`, where other processes of this host look for it."""

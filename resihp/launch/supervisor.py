@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from math import inf
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_status.JOB_STOPPED
     notice.start()
     _interrupt_by(signal.SIGHUP, signal.SIGQUIT)
-    with NodeMemoryFolder() as memory:
+    with closing(notice), NodeMemoryFolder() as memory:  # a signal is handled to the last
         supervisor = Supervisor(options, nodes, memory, notice)
         try:
             return supervisor.run()
@@ -174,7 +174,6 @@ class Supervisor:
         self._nodes.close()
         if self._memory_server is not None:
             self._memory_server.close()
-        self._notice.close()
         self._environment.close()
 
     # One attempt.

@@ -162,6 +162,24 @@ def test_a_signal_while_it_is_closed_finds_no_lock(monkeypatch: pytest.MonkeyPat
     assert event.is_set()
 
 
+def test_signals_are_handled_as_before_once_it_is_closed() -> None:
+    def mine(*_: object) -> None:
+        pass
+
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        signal.signal(signal.SIGTERM, mine)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        notice = PreemptionNotice()
+        notice.start()
+        signal.signal(signal.SIGUSR2, mine)  # later than ours: it stays
+        notice.close()
+        assert [signal.getsignal(n) for n in before] == [mine, signal.SIG_DFL, mine]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.fixture
 def metadata() -> Iterator[Metadata]:
     with Metadata(("127.0.0.1", 0), Answer) as server:
