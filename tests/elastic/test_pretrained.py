@@ -174,11 +174,15 @@ def test_a_folder_is_complete_when_the_last_rank_has_written(tmp_path: Path) -> 
     assert not save_pretrained(model, {}, tmp_path, layout=layout, rank=99)
 
 
-def test_a_later_save_replaces_an_earlier_one(tmp_path: Path) -> None:
+def test_a_later_save_replaces_an_earlier_one_and_no_other_file(tmp_path: Path) -> None:
     save_all(SAVED["llama"], LAYOUTS["deep"], tmp_path, max_file_bytes=9_000)
+    mine = {"model_ema.safetensors", "model-card.safetensors"}
+    for name in mine:
+        (tmp_path / name).touch()
     other = Llama(SHAPE, seed=1)
     save_all(other, LAYOUTS["grid"], tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    written = {"config.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == written | mine
     assert_same_values(other, from_pretrained(tmp_path))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +25,8 @@ from .tensor_files import INDEX, NewFile, StoredTensor, TensorFiles, create, pla
 from .tensor_names import Slots, slots_of
 
 _UNFINISHED = ".unfinished"
+_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Names of files of tensors in this format."""
 
 
 class PretrainedFolder:
@@ -204,8 +207,8 @@ def _put_in_place(
     unfinished = folder / _UNFINISHED
     if (unfinished / files[0].name).exists():  # not for a rank that comes second
         (folder / "config.json").unlink(missing_ok=True)
-    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
-        if old.name not in names:
+    for old in folder.iterdir():
+        if old.name not in names and (_WRITTEN.fullmatch(old.name) or old.name == INDEX):
             old.unlink(missing_ok=True)
     for file in files:
         with suppress(FileNotFoundError):
