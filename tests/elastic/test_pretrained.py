@@ -186,6 +186,16 @@ def test_a_later_save_replaces_an_earlier_one_and_no_other_file(tmp_path: Path) 
     assert_same_values(other, from_pretrained(tmp_path))
 
 
+def test_tensors_of_another_layout_are_not_saved(tmp_path: Path) -> None:
+    model, layout = SAVED["llama"], LAYOUTS["grid"]
+    whole = {param: model.initial(param, (0, param.size)) for param in model.parameters.all}
+    with pytest.raises(ContractError, match=r"has shape \[.*\]; in the layout rank 0 holds"):
+        save_pretrained(model, whole, tmp_path / "whole", layout=layout)
+    with pytest.raises(ContractError, match="is missing: rank 0 holds it"):
+        save_pretrained(model, {}, tmp_path / "whole", layout=layout)
+    assert not (tmp_path / "whole").exists()
+
+
 def test_what_was_read_is_saved_with_its_configuration(llama: Path, tmp_path: Path) -> None:
     model = from_pretrained(llama, {"eos_token_id": 7})
     save_all(model, LAYOUTS["grid"], tmp_path / "again")

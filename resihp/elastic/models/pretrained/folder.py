@@ -95,10 +95,12 @@ def save_pretrained(
     Every rank of the layout calls this with the same arguments but its own tensors and rank; they
     share the folder, and do not communicate. Each range is written by one rank; the last that ends
     puts the files in place, config.json last. Returns True on ranks that find the folder complete.
+    Raises `ContractError` for tensors that are not those of this rank in the layout.
     """
     folder, layout = Path(folder), layout or _whole(model)
     if rank not in layout.ranks:
         return False
+    _check_held(model, tensors, layout, rank)
     slots = slots_of(model)
     shapes = {slot.name: slot.shape for held in slots.values() for slot in held}
     unfinished = folder / _UNFINISHED
@@ -172,6 +174,21 @@ def _whole(model: Llama | Gpt2) -> Layout:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _check_held(
+    model: Llama | Gpt2, tensors: Mapping[Param, torch.Tensor], layout: Layout, rank: int
+) -> None:
+    """Check that the tensors are those that this rank holds in the layout, by their shapes."""
+    for param, (start, stop) in holdings(layout, model.parameters)[rank].items():
+        if param not in tensors:
+            raise ContractError(param.key, f"is missing: rank {rank} holds it in the layout")
+        due, found = list(param.shape), list(tensors[param].shape)
+        due[param.dim or 0] = stop - start
+        if found != due:
+            raise ContractError(
+                param.key, f"has shape {found}; in the layout rank {rank} holds {due} of it"
+            )
 
 
 def _write_ranges(
