@@ -26,6 +26,7 @@ from .planning.sources import PlanSource
 from .process_groups.abortable import WaitClock
 from .process_groups.selection import select_communicators
 from .recovery import Recovery, passes
+from .rendezvous.arguments import check_arguments
 from .rendezvous.claims import StoreClaims
 from .rendezvous.joiners import Joiners, describe_model
 from .rendezvous.membership import Rendezvous
@@ -45,9 +46,9 @@ class Trainer:
 
     Every rank of the job (idle ones included) makes one with the same arguments but its own
     rendezvous, and calls `run`. Raises `ContractError` for a plan that cannot be run, and for
-    process groups that torch or the device lack. `run` raises
-    `JobStoppedError` or `StateLostError` when the job cannot go on, and `FencedOutError` when the
-    other ranks have continued without this one.
+    process groups that torch or the device lack. `run` raises `ContractError` for arguments that
+    differ between ranks, `JobStoppedError` or `StateLostError` when the job cannot go on, and
+    `FencedOutError` when the other ranks have continued without this one.
     """
 
     def __init__(
@@ -165,10 +166,26 @@ class Trainer:
             self._publisher.leave(hands_over=self._departure.hands_over)
 
     def _start(self) -> None:
+        check_arguments(self._rendezvous.stores, self.rank, self._arguments())
         self._coordinator.start_job()
         if self.engine is not None:
             groups, shard = self.engine.groups, self.engine.shard
             self._state.resume(self._checkpoints.resume(groups.everyone, shard))
+
+    def _arguments(self) -> dict[str, object]:
+        """Arguments without which ranks would wait for each other, or train something else."""
+        setup, plan, form = self.setup, self.plan, self.setup.optimizer.form
+        return {
+            "steps": self._steps,
+            "microbatches": plan.microbatches,
+            "plan": plan.digest,
+            "model": self._model,
+            "optimizer": f"one that keeps {', '.join(form.moments + form.scalars) or 'nothing'}",
+            "deterministic": setup.deterministic,
+            "recompute": setup.recompute,
+            "compute_dtype": str(setup.compute_dtype),
+            "bucket_bytes": setup.bucket_bytes,
+        }
 
     def _await_invitation(self) -> bool:
         """Wait for an invitation; False if the job ends, or this rank is to leave, before."""

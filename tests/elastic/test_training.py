@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from resihp.contracts import Layout, Replica, Stage
 from resihp.elastic.models import from_pretrained
-from tests.elastic.engine_job import ALONE, GRID, UNEVEN, Case, Outcome, plan, run
+from resihp.elastic.step import Setup
+from tests.elastic.engine_job import ALONE, GRID, UNEVEN, Case, Outcome, plan, run, small_setup
 
 STEPS = 10
 
@@ -76,3 +79,15 @@ def test_a_chain_of_live_switches_is_exact(alone: Outcome, tmp_path: Path) -> No
 def test_quotas_alone_change_without_moving_anything(alone: Outcome, tmp_path: Path) -> None:
     plans = (plan(1, GRID, quotas=(5, 1), from_step=2),)
     assert_same_training(run(Case(GRID, STEPS, plans), tmp_path), alone)
+
+
+def deterministic_on_rank_1() -> Setup:
+    return replace(small_setup(), deterministic=os.environ["RANK"] == "1")
+
+
+def test_ranks_that_are_started_with_different_arguments_end(tmp_path: Path) -> None:
+    twice = Layout.grid(dp=2, pp=1, tp=1, layers=4, units=4)
+    outcome = run(Case(twice, STEPS, setup=deterministic_on_rank_1), tmp_path, timeout_s=120)
+    assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
+    assert "ContractError: deterministic: is " in outcome.logs
+    assert not outcome.losses

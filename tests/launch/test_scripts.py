@@ -130,3 +130,10 @@ def test_the_environment_is_read_as_torchrun_sets_it() -> None:
 def test_a_missing_variable_is_named() -> None:
     with pytest.raises(ContractError, match="WORLD_SIZE"):
         Environment.read({"RANK": "0"})
+
+
+def test_a_rank_beyond_the_world_is_refused_unless_it_joins() -> None:
+    given = {"RANK": "3", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    with pytest.raises(ContractError, match="RANK: must be below WORLD_SIZE, 2, not 3"):
+        Environment.read(given)
+    assert Environment.read({**given, "RESIHP_JOIN": "1"}).rank == 3

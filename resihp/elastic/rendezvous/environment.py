@@ -42,9 +42,12 @@ class Environment:
         is_hosted = given.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("1", "true")
         run, restart = given.get("TORCHELASTIC_RUN_ID"), given.get("TORCHELASTIC_RESTART_COUNT")
         joins = given.get("RESIHP_JOIN") == "1"
+        world_size = _number(given, "WORLD_SIZE")
+        if rank >= world_size and not joins:
+            raise ContractError("RANK", f"must be below WORLD_SIZE, {world_size}, not {rank}")
         return cls(
             rank=rank,
-            world_size=_number(given, "WORLD_SIZE"),
+            world_size=world_size,
             host=given.get("MASTER_ADDR", "127.0.0.1"),
             port=_number(given, "MASTER_PORT"),
             prefix=store_prefix(run or "none", restart or "0"),
