@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from resihp.checkpoint import Every, EveryStep
-from resihp.contracts import Layout, Plan, Replica, Stage
+from resihp.contracts import ContractError, Layout, Plan, Replica, Stage
 from resihp.elastic.checkpointing import Checkpoints
 from resihp.elastic.checkpointing.manager import CheckpointManager
 from resihp.elastic.models import Llama
@@ -233,6 +233,65 @@ def test_pieces_of_one_layout_fill_any_other(
         assert all(map(torch.equal, tensors, expected[param])), param.key
     for shard in shards.values():
         assert torch.equal(shard.scalars(), trained.shards[0].scalars())
+
+
+def resumed(before: Setup, after: Setup, folder: Path) -> int:
+    """Steps with which a job on one rank goes on from the checkpoint of another job."""
+    checkpoints = Checkpoints(lambda: [level_at(folder)], EveryStep())
+
+    def run_rank(factory: ProcessGroupFactory) -> int:
+        completed = 0
+        for name, setup in (("before", before), ("after", after)):
+            groups = build_layout_groups(factory, ALONE, setup.model.parameters, name=name)
+            shard = initial_shard(setup.model, setup.optimizer, groups)
+            rendezvous = Rendezvous(HashStore, 0, (0,), Timeouts())
+            manager = CheckpointManager(checkpoints, setup, rendezvous)
+            completed = manager.resume(groups.everyone, shard)
+            manager.prepare(Plan(version=0, layout=ALONE, quotas=(1,)), 0, shard)
+            manager.save(completed, shard)
+            manager.close(is_done=True)
+        return completed
+
+    return on_ranks((0,), run_rank)[0]
+
+
+TIED = Setup(MODELS["tied"], Optimizer(torch.optim.AdamW), batch)
+WITH_CURSOR = replace(TIED, data=IteratorData(Shuffled(), MICROBATCHES))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            replace(TIED, model=Llama(MODELS["tied"].shape, qkv_bias=True)),
+            TIED,
+            "model: the checkpoint holds a model with 50 parameters",
+        ),
+        (
+            TIED,
+            replace(TIED, optimizer=Optimizer(torch.optim.SGD)),
+            r"moments: the checkpoint holds \['exp_avg', 'exp_avg_sq'\], this job has \[\]",
+        ),
+        (TIED, WITH_CURSOR, "data: the checkpoint has no cursor"),
+        (WITH_CURSOR, TIED, "data: the checkpoint has a cursor"),
+    ],
+    ids=["model", "optimizer", "no cursor", "cursor"],
+)
+def test_a_checkpoint_of_another_job_is_refused(
+    before: Setup, after: Setup, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ContractError, match=message):
+        resumed(before, after, tmp_path)
+
+
+def test_checkpoints_without_a_description_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier versions wrote them."""
+    monkeypatch.setattr("resihp.elastic.checkpointing.manager._description", lambda setup: {})
+    resumed(TIED, TIED, tmp_path)
+    monkeypatch.undo()
+    assert resumed(TIED, TIED, tmp_path) == 3
 
 
 def test_a_save_that_a_change_of_layout_holds_up_is_made_in_the_next_step(tmp_path: Path) -> None:

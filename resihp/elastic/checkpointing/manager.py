@@ -6,7 +6,7 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from operator import and_
@@ -18,11 +18,12 @@ from resihp._devices import use_device
 from resihp.checkpoint import Checkpointer, EveryStep, IndependentRank, Level, SavePolicy
 from resihp.checkpoint.policy import SaveTiming
 from resihp.checkpoint.restore import restore
-from resihp.contracts import Plan
+from resihp.contracts import ContractError, Plan
 from resihp.layout import Param, Range, writers
 
 from ..process_groups.abortable import AbortableProcessGroup
 from ..rendezvous import keys
+from ..rendezvous.joiners import describe_model
 from ..rendezvous.membership import Rendezvous
 from ..step import Cursor, Setup
 from ..step.shard import Shard, scalar_table
@@ -89,6 +90,7 @@ class Writer:
         extra = {
             "plan": self.plan.version,
             "cursor": data.state_dict() if isinstance(data, Cursor) else None,
+            **_description(self._setup),
         }
         self._begun_s = time.monotonic()
         pieces = pieces_of(shard, self._spans, self._setup.model.parameters)
@@ -131,6 +133,28 @@ class RestoreGroup:
     def common_bits(self, bits: int) -> int:
         """Return the bits that every rank has set."""
         return reduce(and_, self.gather(bits))
+
+
+def _description(setup: Setup) -> dict[str, object]:
+    """Description of what a checkpoint of this job holds, kept in it."""
+    model = describe_model((one.key, one.shape) for one in setup.model.parameters.all)
+    return {"model": model, "moments": list(setup.optimizer.form.moments)}
+
+
+def _check_description(setup: Setup, extra: Mapping[str, object]) -> None:
+    """Check that a checkpoint with this `extra` holds no more and no less than this job has.
+
+    Raises `ContractError`. Checkpoints of earlier versions do not describe model and moments.
+    """
+    for name, own in _description(setup).items():
+        held = extra.get(name, own)
+        if held != own:
+            raise ContractError(name, f"the checkpoint holds {held}, this job has {own}")
+    has_cursor = extra.get("cursor") is not None
+    if isinstance(setup.data, Cursor) and not has_cursor:
+        raise ContractError("data", "the checkpoint has no cursor, as this job's data needs")
+    if has_cursor and not isinstance(setup.data, Cursor):
+        raise ContractError("data", "the checkpoint has a cursor, which this job's data lacks")
 
 
 _log = logging.getLogger("resihp.elastic")
@@ -201,6 +225,7 @@ class CheckpointManager(StateManager):
         with self._levels(ranks) as levels:
             restored = restore(levels, pieces, ranks)
         _log.warning("went back to step %d, read from %s", restored.step, restored.level)
+        _check_description(setup, restored.extra)
         completed, self._started = restored.step + 1, max(self._started, restored.newest_born + 1)
         if shard is not None:
             shard.set_scalars(table, completed)

@@ -30,8 +30,8 @@ class StateManager:
     def restore(self, group: AbortableProcessGroup, shard: Shard | None) -> int:
         """Restore `shard` (None: idle rank) to the newest state; return the completed steps.
 
-        Collective. Raises `CheckpointError` on all ranks where none is usable, and
-        `PeerLostError`.
+        Collective. Raises `CheckpointError` on all ranks where none is usable, `ContractError` for
+        one of another model, optimizer or kind of data, and `PeerLostError`.
         """
         raise NotImplementedError
 
