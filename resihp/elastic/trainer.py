@@ -10,6 +10,7 @@ from math import inf
 import torch
 
 from resihp.contracts import (
+    ContractError,
     FencedOutError,
     JobStoppedError,
     PeerLostError,
@@ -37,7 +38,7 @@ from .state.departure import Departure, HandOverCost, HandOverMeter
 from .state.events import Callbacks, LayoutChange
 from .state.phases import Phase
 from .state.runtime_state import RuntimeState
-from .step import Engine, ReducedStep, Setup
+from .step import Engine, IteratorData, ReducedStep, Setup
 from .step.schedule import check_plan
 
 
@@ -45,10 +46,11 @@ class Trainer:
     """Runs one rank of a job.
 
     Every rank of the job (idle ones included) makes one with the same arguments but its own
-    rendezvous, and calls `run`. Raises `ContractError` for a plan that cannot be run, and for
-    process groups that torch or the device lack. `run` raises `ContractError` for arguments that
-    differ between ranks, `JobStoppedError` or `StateLostError` when the job cannot go on, and
-    `FencedOutError` when the other ranks have continued without this one.
+    rendezvous, and calls `run`. Raises `ContractError` for a plan that cannot be run, for an
+    `IteratorData` with another number of microbatches, and for process groups that torch or the
+    device lack. `run` raises `ContractError` for arguments that differ between ranks,
+    `JobStoppedError` or `StateLostError` when the job cannot go on, and `FencedOutError` when the
+    other ranks have continued without this one.
     """
 
     def __init__(
@@ -63,6 +65,11 @@ class Trainer:
         memory: ReshardBudget | None = None,
     ) -> None:
         check_plan(plan, setup.model.parameters, plan.microbatches)
+        if isinstance(setup.data, IteratorData) and setup.data.microbatches != plan.microbatches:
+            held = setup.data.microbatches
+            raise ContractError(
+                "data", f"takes {held} microbatches per step, the job has {plan.microbatches}"
+            )
         select_communicators(setup.device)  # raises here, instead of in the first build
         self.setup, self.rank = setup, rendezvous.rank
         self._model = describe_model((one.key, one.shape) for one in setup.model.parameters.all)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from resihp.contracts import Layout, Plan
+from resihp.contracts import ContractError, Layout, Plan
 from resihp.elastic.models import Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory
@@ -16,6 +17,7 @@ from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.reshard.transfer import distribute_replicated_state
 from resihp.elastic.step import Cursor, IteratorData, Setup
 from resihp.elastic.step.shard import initial_shard
+from resihp.elastic.trainer import Trainer
 from tests.elastic.test_models import MODELS, OPTIMIZER, SHAPE, batch
 from tests.elastic.threads import on_ranks, train
 
@@ -59,6 +61,29 @@ def test_microbatches_can_be_asked_for_again_until_the_step_is_finished() -> Non
     data.finish(1)
     assert torch.equal(again(2, 0).tokens, data(2, 0).tokens)
     assert not torch.equal(second, data(2, 0).tokens)
+
+
+class Ending(Shuffled):
+    """As it is, but ends after four microbatches."""
+
+    def __next__(self) -> Packed:
+        if self.drawn == 4:
+            raise StopIteration
+        return super().__next__()
+
+
+def test_an_iterator_that_ends_within_a_step_is_named() -> None:
+    data = IteratorData(Ending(), MICROBATCHES)
+    data.finish(0)
+    with pytest.raises(ContractError, match="data: ended after 1 of 3 microbatches of the step"):
+        data(1, 0)
+
+
+def test_data_with_another_number_of_microbatches_is_refused() -> None:
+    setup = Setup(MODELS["llama"], OPTIMIZER, IteratorData(Shuffled(), MICROBATCHES))
+    plan = Plan(version=0, layout=Layout.grid(dp=1, pp=1, tp=1, layers=SHAPE.layers), quotas=(4,))
+    with pytest.raises(ContractError, match="data: takes 3 microbatches per step, the job has 4"):
+        Trainer(setup, plan, SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, Optimizer(torch.optim.NAdam, lr=1e-2)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from resihp.contracts import ContractError
+
 from ..models import Packed
 
 DataSource = Callable[[int, int], Packed]
@@ -41,10 +43,15 @@ class StatefulIterator(Protocol):
 
 
 class IteratorData:
-    """`Cursor` over an iterator: each step takes its next `microbatches`, on every rank."""
+    """`Cursor` over an iterator: each step takes its next `microbatches`, on every rank.
+
+    microbatches  of a step, over all replicas; as many as the job has
+
+    Raises `ContractError` where the iterator ends within a step.
+    """
 
     def __init__(self, iterator: StatefulIterator, microbatches: int) -> None:
-        self._iterator, self._microbatches = iterator, microbatches
+        self._iterator, self.microbatches = iterator, microbatches
         self._drawn: list[Packed] = []
         self._before = iterator.state_dict()
 
@@ -68,5 +75,9 @@ class IteratorData:
         self._drawn, self._before = [], state
 
     def _draw(self) -> None:
-        while len(self._drawn) < self._microbatches:
-            self._drawn.append(next(self._iterator))
+        while len(self._drawn) < self.microbatches:
+            try:
+                self._drawn.append(next(self._iterator))
+            except StopIteration:
+                held = f"{len(self._drawn)} of {self.microbatches} microbatches of the step"
+                raise ContractError("data", f"ended after {held}") from None
