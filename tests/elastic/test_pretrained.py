@@ -6,8 +6,10 @@ That names and numbers are those of transformers is tested in tests/integrations
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -318,9 +320,14 @@ def set_offsets(header: dict[str, Any]) -> None:
     header["model.norm.weight"]["data_offsets"] = [1 << 30, (1 << 30) + 128]
 
 
+def drop_offsets(header: dict[str, Any]) -> None:
+    del header["model.norm.weight"]["data_offsets"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (drop_offsets, r"model\.safetensors: is damaged: 'model.norm.weight' is {"),
         (rename("lm_head.weight", "lm_head.extra"), "lm_head.weight: is in none of the files"),
         (lambda header: header.update(extra=header["model.norm.weight"]), "extra: is in the files"),
         (set_dtype, "model.norm.weight: is F8_E4M3 in model.safetensors"),
@@ -354,6 +361,19 @@ def test_damaged_and_missing_files(llama: Path) -> None:
         from_pretrained(llama)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *product(("config.json", "model.safetensors.index.json"), ("", "{bad", "[]", "\xff")),
+        *product(("model.safetensors.index.json",), ("{}", '{"weight_map": 1}')),
+    ],
+)
+def test_damaged_json_is_refused_with_its_path(llama: Path, name: str, text: str) -> None:
+    (llama / name).write_text(text, encoding="latin-1")
+    with pytest.raises(ContractError, match=re.escape(name)):
+        from_pretrained(llama)
+
+
 def test_a_file_that_is_cut_off_later_is_noticed(llama: Path) -> None:
     model = from_pretrained(llama)
     path = llama / "model.safetensors"
@@ -369,7 +389,7 @@ def test_files_of_a_bare_body_and_tensors_that_follow_from_others(tmp_path: Path
     def strip(header: dict[str, Any]) -> None:
         for name in [*header]:
             header[name.removeprefix("transformer.")] = header.pop(name)
-        header["h.0.attn.bias"] = header["ln_f.bias"]
+        header["h.0.attn.bias"] = {**header["ln_f.bias"], "dtype": "U8", "shape": [1, 1, 8, 16]}
 
     spoil_header(tmp_path, strip)
     assert_same_values(SAVED["gpt2"], from_pretrained(tmp_path))

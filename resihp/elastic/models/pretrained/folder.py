@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,16 @@ from resihp.layout import Param, Range, holdings, writers
 from ..gpt2 import Gpt2
 from ..llama import Llama
 from .configuration import config_of, model_of
-from .tensor_files import INDEX, NewFile, StoredTensor, TensorFiles, create, plan_files, write
+from .tensor_files import (
+    INDEX,
+    NewFile,
+    StoredTensor,
+    TensorFiles,
+    create,
+    plan_files,
+    read_object,
+    write,
+)
 from .tensor_names import Slots, slots_of
 
 _UNFINISHED = ".unfinished"
@@ -67,9 +77,9 @@ def from_pretrained(
     folder = Path(folder)
     config = _read_config(folder) | dict(changes or {})
     model = model_of(config, seed=seed)
-    files = TensorFiles(folder)
+    files = TensorFiles(folder, partial(_is_inert, is_tied=model.shape.tied_embeddings))
     slots = _found_slots(slots_of(model), files)
-    _check_names(slots, files, is_tied=model.shape.tied_embeddings)
+    _check_names(slots, files)
     model.pretrained = PretrainedFolder(config, files, slots)
     return model
 
@@ -127,10 +137,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ContractError(str(folder), "has no config.json")
-    config = json.loads(path.read_text())
-    if not isinstance(config, dict):
-        raise ContractError(str(path), "must hold an object")
-    return config
+    return read_object(path)
 
 
 def _found_slots(slots: Slots, files: TensorFiles) -> Slots:
@@ -146,8 +153,8 @@ def _found_slots(slots: Slots, files: TensorFiles) -> Slots:
     }
 
 
-def _check_names(slots: Slots, files: TensorFiles, *, is_tied: bool) -> None:
-    """Check that the files hold the model's tensors, and nothing else that has a meaning."""
+def _check_names(slots: Slots, files: TensorFiles) -> None:
+    """Check that the files hold the model's tensors and no others."""
     due = {slot.name: slot.shape for held in slots.values() for slot in held}
     for name, shape in due.items():
         if name not in files.tensors:
@@ -156,7 +163,7 @@ def _check_names(slots: Slots, files: TensorFiles, *, is_tied: bool) -> None:
             held = list(files.tensors[name].shape)
             raise ContractError(name, f"has shape {held}; the configuration says {list(shape)}")
     for name in files.tensors:
-        if name not in due and not _is_inert(name, is_tied=is_tied):
+        if name not in due:
             raise ContractError(name, "is in the files, but not in the model")
 
 

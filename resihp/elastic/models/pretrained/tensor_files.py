@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -64,20 +64,22 @@ class StoredTensor:
 
 
 class TensorFiles:
-    """The tensors of a folder, by name.
+    """The tensors of a folder, by name, but those that are ignored.
 
-    tensors     places of all tensors
+    tensors     places of the tensors
     bytes_read  bytes of tensors that this process has read
 
     Raises `ContractError` for files that are missing, damaged, or hold other types than floats.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, is_ignored: Callable[[str], bool] = lambda name: False
+    ) -> None:
         self.tensors: dict[str, StoredTensor] = {}
         self.bytes_read = 0
         for path, names in _files(folder).items():
-            found = _read_header(path)
-            lacking = set(names or ()) - set(found)
+            found = _read_header(path, is_ignored)
+            lacking = {name for name in names or () if not is_ignored(name)} - set(found)
             if lacking:
                 raise ContractError(min(lacking), f"is not in {path}, where {INDEX} has it")
             self.tensors |= found
@@ -172,8 +174,11 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
             str(folder), f"has neither model.safetensors nor {INDEX}; other formats are not read"
         )
     files: dict[Path, list[str] | None] = {}
-    for name, file in json.loads(index.read_text())["weight_map"].items():
-        if Path(file).name != file:
+    located = read_object(index).get("weight_map")
+    if not isinstance(located, dict) or not located:
+        raise ContractError(str(index), "has no weight_map, which names the file of each tensor")
+    for name, file in located.items():
+        if Path(str(file)).name != file:
             raise ContractError(INDEX, f"names {file!r}, which is outside the folder")
         names = files.setdefault(folder / file, [])
         assert names is not None
@@ -181,7 +186,22 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
     return files
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises `ContractError` if it holds none."""
+    return _parsed(path, path.read_bytes())
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ContractError(str(path), f"is damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ContractError(str(path), "must hold an object")
+    return found
+
+
+def _read_header(path: Path, is_ignored: Callable[[str], bool]) -> dict[str, StoredTensor]:
     """Return the tensors of a file, checked against its length."""
     if not path.is_file():
         raise ContractError(str(path), "is missing")
@@ -190,20 +210,23 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_LONGEST_HEADER, whole - 8):
             raise ContractError(str(path), "is no safetensors file, or is damaged")
-        try:
-            header: dict[str, dict[str, Any]] = json.loads(file.read(length))
-        except ValueError as error:
-            raise ContractError(str(path), f"has a damaged header: {error}") from None
-    header.pop("__metadata__", None)
-    return {name: _stored(path, name, entry, 8 + length, whole) for name, entry in header.items()}
+        header = _parsed(path, file.read(length))
+    return {
+        name: _stored(path, name, entry, 8 + length, whole)
+        for name, entry in header.items()
+        if name != "__metadata__" and not is_ignored(name)
+    }
 
 
 def _stored(path: Path, name: str, entry: Mapping[str, Any], base: int, whole: int) -> StoredTensor:
-    if entry["dtype"] not in DTYPES:
-        held = ", ".join(DTYPES)
-        raise ContractError(name, f"is {entry['dtype']} in {path.name}; only {held} are read")
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
+    try:
+        code, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+        start, stop = map(int, entry["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise ContractError(str(path), f"is damaged: {name!r} is {entry}") from None
+    if code not in DTYPES:
+        raise ContractError(name, f"is {code} in {path.name}; only {', '.join(DTYPES)} are read")
+    dtype = DTYPES[code]
     if stop - start != prod(shape) * dtype.itemsize or start < 0 or base + stop > whole:
         raise ContractError(name, f"lies outside of {path.name}, which is damaged")
     return StoredTensor(path, base + start, dtype, shape)
