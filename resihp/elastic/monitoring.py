@@ -38,6 +38,8 @@ def attach_monitor(
     """
     if setup.record is not record_nothing:
         raise ContractError("monitor", "Setup.record is set already: give one of them")
+    if setup.record_transfer is not None:
+        raise ContractError("monitor", "Setup.record_transfer is set already: give one of them")
 
     def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
         callbacks.on_step(reduced, ms, plan)
