@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from math import nan
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,9 +97,12 @@ def test_state_that_cannot_be_cut_is_refused_with_the_reason(kind: type) -> None
 
 
 def test_a_kernel_whose_result_depends_on_the_cut_is_refused() -> None:
-    optimizer = Optimizer(torch.optim.AdamW, fused=True)
-    with pytest.raises(ContractError, match="fused"):
-        initial_shard(MODELS["llama"], optimizer, _groups(ALONE, 0))
+    everywhere = Optimizer(torch.optim.AdamW, fused=True)
+    some = {"layers.1.wq": {"fused": True}}
+    by_options = Optimizer(torch.optim.AdamW, options=lambda param: some.get(param.key, {}))
+    for optimizer in (everywhere, by_options):
+        with pytest.raises(ContractError, match="fused"):
+            initial_shard(MODELS["llama"], optimizer, _groups(ALONE, 0))
 
 
 def test_options_by_parameter_make_groups_that_all_ranks_agree_on() -> None:
@@ -134,8 +138,9 @@ def test_rates_are_functions_of_the_step_alone() -> None:
     assert rate(110) == rate(10**6) == pytest.approx(0.1)
     with pytest.raises(ContractError, match="warm-up"):
         warmup_cosine(10, 10)
-    with pytest.raises(ContractError, match="max_norm"):
-        Optimizer(torch.optim.SGD, max_norm=0.0)
+    for max_norm in (0.0, nan):
+        with pytest.raises(ContractError, match="max_norm"):
+            Optimizer(torch.optim.SGD, max_norm=max_norm)
 
 
 def _groups(layout: Layout, rank: int) -> LayoutGroups:

@@ -47,7 +47,7 @@ class Optimizer:
         options: Callable[[Param], Options] = lambda param: {},
         **keywords: Any,
     ) -> None:
-        if max_norm is not None and max_norm <= 0:
+        if max_norm is not None and not max_norm > 0:
             raise ContractError("max_norm", f"must be above 0, not {max_norm}")
         self.rate, self.max_norm = rate, max_norm
         self._make, self._options = partial(kind, **keywords), options
@@ -82,10 +82,12 @@ class Optimizer:
                 for options, params in by_options
             ]
         )
-        if built.defaults.get("fused") and any(t.device.type == "cpu" for t in tensors.values()):
-            # Its vector loop and the loop for the rest round differently.
-            raise ContractError("fused", "on a CPU, copies that are cut differently would drift")
         for group in built.param_groups:
+            if group.get("fused") and any(t.device.type == "cpu" for t in group["params"]):
+                # Its vector loop and the loop for the rest round differently.
+                raise ContractError(
+                    "fused", "on a CPU, copies that are cut differently would drift"
+                )
             group["initial_lr"] = float(group["lr"])
         return built
 
