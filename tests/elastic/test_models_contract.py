@@ -51,6 +51,9 @@ class Odd(Llama):
     def buffer(self, module: nn.Module) -> None:
         module.register_buffer("average", torch.ones(1))
 
+    def unsaved_buffer(self, module: nn.Module) -> None:
+        module.register_buffer("average", torch.ones(1), persistent=False)
+
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
@@ -60,6 +63,7 @@ class Odd(Llama):
         ("low_precision", r"last.norm: must be built as float32"),
         ("extra", "last: holds 'scale', which the model does not name"),
         ("buffer", "last: holds 'average', which the model does not name"),
+        ("unsaved_buffer", "last: holds 'average', which the model does not name"),
     ],
 )
 def test_a_part_that_is_not_as_the_model_says(spoil: str, message: str) -> None:

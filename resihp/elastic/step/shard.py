@@ -162,7 +162,7 @@ def check_part(
     module: nn.Module, part: str, params: tuple[Param, ...], ranges: Mapping[Param, Range]
 ) -> None:
     """Check that a model built a part as declared. Raises `ContractError`."""
-    found = module.state_dict()
+    found = {**module.state_dict(), **dict(module.named_buffers())}
     for param in params:
         tensor = found.pop(name_in_part(param), None)
         if tensor is None:
