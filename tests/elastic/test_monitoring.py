@@ -55,8 +55,16 @@ def test_a_monitor_and_hooks_are_both_called() -> None:
 
 
 def test_records_go_to_one_place() -> None:
-    with pytest.raises(ContractError, match=r"Setup\.record"):
-        attach_monitor(MicrobatchReport(), setup_of(record=MicrobatchReport().record), Callbacks())
+    for name in ("record", "record_transfer"):
+        setup = setup_of(**{name: MicrobatchReport().record})
+        with pytest.raises(ContractError, match=rf"Setup\.{name} is set"):
+            attach_monitor(MicrobatchReport(), setup, Callbacks())
+
+
+def test_a_setup_takes_the_name_of_a_device_and_refuses_buckets_without_a_size() -> None:
+    assert setup_of(device="cpu").device == torch.device("cpu")
+    with pytest.raises(ContractError, match="bucket_bytes: must be 1 or more, not -1"):
+        setup_of(bucket_bytes=-1)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ class Setup:
                    bit of the training; costs memory and some speed (`DeterministicGradientSum`),
                    on accelerators also the fused kernels of attention
     bucket_bytes   size of a gradient all-reduce that overlaps with backward
-    device         of parameters, gradients and microbatches; a CUDA device without index is the
-                   current one of this thread
+    device         of parameters, gradients and microbatches, or its name; a CUDA device without
+                   index is the current one of this thread
     record_transfer
                    takes the records of transfers between stages, of both ends; None: not recorded
     work           assigns microbatches by their work, not by their number alone: a function from a
@@ -104,7 +104,9 @@ class Setup:
     steal_ahead: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", with_index(self.device))
+        object.__setattr__(self, "device", with_index(torch.device(self.device)))
+        if self.bucket_bytes < 1:
+            raise ContractError("bucket_bytes", f"must be 1 or more, not {self.bucket_bytes}")
         if self.recompute not in (None, *get_args(Recompute)):
             known = " or ".join(map(repr, get_args(Recompute)))
             raise ContractError("recompute", f"must be {known} or None, not {self.recompute!r}")
