@@ -143,6 +143,13 @@ def test_a_precision_that_needs_scaled_gradients_is_refused() -> None:
         Setup(MODELS["tied"], OPTIMIZER, batch, compute_dtype=torch.float16)
 
 
+def test_a_document_longer_than_learned_positions_is_refused() -> None:
+    short = Gpt2(PLAIN, context=4)
+    plan = Plan(version=0, layout=ALONE, quotas=(1,))
+    with pytest.raises(ContractError, match=r"seq_lens: a document holds .* of GPT-2 is 4"):
+        train(Setup(short, OPTIMIZER, batch), plan, 1)
+
+
 def test_fifty_steps_follow_the_single_rank() -> None:
     model = MODELS["tied"]
     stages = Stage((0, 1), (0, 1), (1, 3)), Stage((2,), (1, 4), (4,))

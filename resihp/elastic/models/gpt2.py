@@ -100,7 +100,10 @@ class Embedding(VocabularyEmbedding):
         self.drop = Dropout(model.dropout, model.seed, "first")
 
     def forward(self, packed: Packed) -> torch.Tensor:
-        """[T] ids -> [T, D]."""
+        """[T] ids -> [T, D]. Raises `ContractError` for a document that is too long."""
+        if max(packed.seq_lens) > len(self.positions):
+            held = f"holds {max(packed.seq_lens)} tokens, the context of GPT-2"
+            raise ContractError("seq_lens", f"a document {held} is {len(self.positions)}")
         place_TD = functional.embedding(
             positions(packed.seq_lens, packed.tokens.device), self.positions
         )
