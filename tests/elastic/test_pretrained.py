@@ -267,6 +267,10 @@ def test_positions_in_older_and_newer_configurations(
         assert model.rope == rope
 
 
+class OtherRope(Rope):
+    """Positions of a user."""
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -275,11 +279,21 @@ def test_positions_in_older_and_newer_configurations(
         (Llama(SHAPE, windows=(4,) * 4, qkv_bias=True, output_bias=True), "windows"),
         (Llama(SHAPE, qkv_bias=True, windows=(4, None, 5, 4)), "windows"),
         (Mixture(SHAPE, experts=2, top_k=1, windows=(4, None, 4, 4)), "windows"),
+        (Llama(SHAPE, rope=OtherRope()), "rope: no architecture has OtherRope"),
     ],
 )
-def test_a_model_that_the_format_cannot_describe_is_not_saved(model: Llama, message: str) -> None:
+def test_a_model_that_the_format_cannot_describe_is_not_saved(
+    model: Llama, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ContractError, match=message):
-        config_of(model)
+        save_all(model, LAYOUTS["grid"], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_type_that_the_format_lacks_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=r"dtype: must be one of floats, not torch\.int8"):
+        save_all(SAVED["llama"], LAYOUTS["grid"], tmp_path / "new", dtype=torch.int8)
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_unknown_key_can_be_ignored(llama: Path) -> None:

@@ -307,7 +307,9 @@ def _llama_config(model: Llama) -> dict[str, Any]:
         "attention_bias": model.output_bias,
         "rope_theta": model.rope.theta,
     }
-    (kind,) = (kind for kind, held in _ROPES.items() if type(model.rope) is held)
+    kind = next((kind for kind, held in _ROPES.items() if type(model.rope) is held), None)
+    if kind is None:
+        raise ContractError("rope", f"no architecture has {type(model.rope).__name__}")
     if kind == "default":
         return config
     scaling = {

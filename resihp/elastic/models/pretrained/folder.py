@@ -23,6 +23,7 @@ from ..gpt2 import Gpt2
 from ..llama import Llama
 from .configuration import config_of, model_of
 from .tensor_files import (
+    DTYPES,
     INDEX,
     NewFile,
     StoredTensor,
@@ -105,12 +106,19 @@ def save_pretrained(
     Every rank of the layout calls this with the same arguments but its own tensors and rank; they
     share the folder, and do not communicate. Each range is written by one rank; the last that ends
     puts the files in place, config.json last. Returns True on ranks that find the folder complete.
-    Raises `ContractError` for tensors that are not those of this rank in the layout.
+    Raises `ContractError` for tensors that are not those of this rank in the layout, a model that
+    the format cannot describe, and a `dtype` that it lacks, before anything is written.
     """
     folder, layout = Path(folder), layout or _whole(model)
     if rank not in layout.ranks:
         return False
+    if dtype not in DTYPES.values():
+        raise ContractError("dtype", f"must be one of floats, not {dtype}")
     _check_held(model, tensors, layout, rank)
+    pretrained = model.pretrained
+    config = pretrained.config if isinstance(pretrained, PretrainedFolder) else config_of(model)
+    config = {key: value for key, value in config.items() if key != "dtype"}
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
     slots = slots_of(model)
     shapes = {slot.name: slot.shape for held in slots.values() for slot in held}
     unfinished = folder / _UNFINISHED
@@ -125,10 +133,6 @@ def save_pretrained(
     marks[rank].touch()
     if not all(mark.exists() for mark in marks.values()):
         return _is_complete(folder)
-    pretrained = model.pretrained
-    config = pretrained.config if isinstance(pretrained, PretrainedFolder) else config_of(model)
-    config = {key: value for key, value in config.items() if key != "dtype"}
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
     _put_in_place(folder, config, files, places, rank)
     return True
 
