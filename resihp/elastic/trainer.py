@@ -139,7 +139,7 @@ class Trainer:
 
     def run(self, steps: int) -> None:
         """Train until `steps` updates have been made, those in a resumed checkpoint included."""
-        self._steps = steps
+        self._steps = _checked(steps)
         self._rendezvous.start(self._model)
         self._live(self._start)
 
@@ -149,7 +149,7 @@ class Trainer:
         What is slow the first time is done before, while the job trains. The rendezvous of a
         joiner is made without ranks. Returns when the job ends, too.
         """
-        self._steps = steps
+        self._steps = _checked(steps)
         self._rendezvous.start()
         warm_up(self.setup, self._rendezvous)
         if self._await_invitation():
@@ -384,3 +384,9 @@ class Trainer:
         self._meter.changed(change.received_bytes, change.copy_ms / 1e3, change.pause_ms / 1e3)
         self._callbacks.on_layout_change(change)
         self._publisher.acknowledge(change)
+
+
+def _checked(steps: int) -> int:
+    if steps < 0:
+        raise ContractError("steps", f"must be 0 or more, not {steps}")
+    return steps

@@ -54,9 +54,10 @@ def train(
     """
     environment, timeouts = Environment.read(os.environ), timeouts or Timeouts()
     notice = PreemptionNotice.of_environment(os.environ)
-    working = set(job.layout.ranks)
-    if not environment.joins and not working <= set(range(environment.world_size)):
-        raise ContractError("WORLD_SIZE", f"the layout needs {len(working)} ranks")
+    missing = set(job.layout.ranks) - set(range(environment.world_size))
+    if missing and not environment.joins:
+        held = f"is {environment.world_size}: there is no rank"
+        raise ContractError("WORLD_SIZE", f"{held} {min(missing)}, which the layout needs")
     server = environment.host_store(timeouts)
     members = range(environment.world_size)
     callbacks = callbacks or Callbacks()

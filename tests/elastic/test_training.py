@@ -8,11 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from resihp.contracts import Layout, Replica, Stage
+from resihp.contracts import ContractError, Job, Layout, Replica, Stage
+from resihp.elastic import train
 from resihp.elastic.models import from_pretrained
+from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.step import Setup
-from tests.elastic.engine_job import ALONE, GRID, UNEVEN, Case, Outcome, plan, run, small_setup
+from resihp.elastic.trainer import Trainer
+from tests.elastic.engine_job import (
+    ALONE,
+    GRID,
+    TIMEOUTS,
+    UNEVEN,
+    Case,
+    Outcome,
+    plan,
+    run,
+    small_setup,
+)
+from tests.elastic.scripted import Scripted
 
 STEPS = 10
 
@@ -91,3 +106,19 @@ def test_ranks_that_are_started_with_different_arguments_end(tmp_path: Path) -> 
     assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
     assert "ContractError: deterministic: is " in outcome.logs
     assert not outcome.losses
+
+
+def test_a_layout_on_ranks_that_are_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    elsewhere = Layout((Replica((Stage((5,), (0, 4), (4,)),)),))
+    with pytest.raises(ContractError, match="is 1: there is no rank 5, which the layout needs"):
+        train(small_setup(), Job(name="job", layout=elsewhere, microbatches=1), 1)
+
+
+def test_a_number_of_steps_below_zero_is_refused() -> None:
+    rendezvous = Rendezvous(HashStore, 0, (0,), TIMEOUTS)
+    trainer = Trainer(small_setup(), plan(0, ALONE), rendezvous, Scripted((), (), ()))
+    for start in (trainer.run, trainer.join):
+        with pytest.raises(ContractError, match="steps: must be 0 or more, not -3"):
+            start(-3)
