@@ -105,7 +105,7 @@ def _even(speeds: Sequence[float], units: int) -> tuple[int, ...]:
 
 
 class GroupBuilder:
-    """Builder of groups with the best shares, cached by speeds.
+    """Builder of groups with the best shares, cached by speeds and nodes of the members.
 
     present  shares by the ranks of a stage, which are kept where all of them are alive; no member
              is then left out for being slow, and other groups have shares as even as they go, so
@@ -138,10 +138,10 @@ class GroupBuilder:
         if not living:
             return None
         values = tuple([speeds.get(rank, 1.0) for rank in living])
-        spread = max(living) // self._per_node != min(living) // self._per_node
+        nodes = [rank // self._per_node for rank in living]
         is_slow = self._links.collective(living) > 1.0
         is_own = is_slow or self._present is not None
-        key = (values, spread, tuple(living) if is_own else ())
+        key = (values, tuple([node - nodes[0] for node in nodes]), tuple(living) if is_own else ())
         if key not in self._known:
             kept = self._kept if self._present is not None else self._best
             self._known[key] = kept(values, living)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import (
@@ -14,6 +14,7 @@ from resihp.contracts import (
     Job,
     LayerCost,
     Layout,
+    Links,
     Memory,
     ModelShape,
     Plan,
@@ -100,6 +101,25 @@ def test_faults_come_and_go(seed):
         check_conserves(one, plan, speeds)
     back = make_plan(one, {}, plan.layout)
     assert back.step_ms <= make_plan(one, {}).step_ms * 1.0011
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.tuples(st.integers(2, 3), st.integers(1, 2), st.integers(3, 6)),
+    per_node=st.integers(2, 4),
+    speeds=st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.05]), min_size=36, max_size=36),
+)
+@example(shape=(2, 1, 3), per_node=2, speeds=[1.0, 1.0, 0.5, 1.0, 1.0, 0.5])
+def test_groups_of_equal_speeds_cost_what_their_own_nodes_cost(shape, per_node, speeds):
+    """Without its slow member, one group is in one node and another one is not."""
+    dp, pp, tp = shape
+    model = ModelShape(layers=2, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=100)
+    links = Links(ranks_per_node=per_node, inter_gbytes_per_s=0.001)
+    known = {"model": model, "tokens_per_microbatch": 128, "links": links}
+    one = job(dp, pp, tp, 2, 8, units=12, **known)
+    speeds = dict(enumerate(speeds[: dp * pp * tp]))
+    plan = make_plan(one, speeds)
+    assert plan.step_ms == pytest.approx(simulate(one, plan, speeds=speeds).step_ms)
 
 
 def test_a_slow_member_keeps_a_small_share():
