@@ -7,6 +7,7 @@ from math import inf
 
 from resihp.contracts import Action, Advice, Job, Plan, Replica, even_quotas
 
+from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from .memory import own_schedule
 from .step_time import ReplicaTimes
 from .switching_rule import LEAST_GAIN
@@ -15,7 +16,12 @@ _MOST_TRIED = 8  # replicas left out one after another; beyond that all slow one
 _FEW = 2_000  # replicas up to which so many are tried; beyond that one
 
 
-def advise(job: Job, current: Plan, speeds: Mapping[int, float]) -> Advice | None:
+def advise(
+    job: Job,
+    current: Plan,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns = ALL_LINKS_HEALTHY,
+) -> Advice | None:
     """Advice on the slow and stopped ranks of the current layout; None where nothing is gained.
 
     Replicas are left out whole: those with a stopped rank, and the slowest ones as long as that
@@ -28,14 +34,14 @@ def advise(job: Job, current: Plan, speeds: Mapping[int, float]) -> Advice | Non
     if not unhealthy:
         return None
     stopped = {rank for rank in unhealthy if speeds[rank] <= 0.0}
-    step_ms = None if stopped else _work_ms(job, current, range(len(replicas)), speeds)
-    without_ms, kept = _best_without(job, current, speeds, unhealthy, stopped)
+    step_ms = None if stopped else _work_ms(job, current, range(len(replicas)), speeds, links)
+    without_ms, kept = _best_without(job, current, speeds, links, unhealthy, stopped)
     if step_ms is not None and step_ms <= without_ms * (1.0 + LEAST_GAIN):
         without_ms, kept = inf, tuple(range(len(replicas)))
     left = {rank for index in set(range(len(replicas))) - {*kept} for rank in replicas[index].ranks}
     ranks = left & unhealthy or unhealthy
     healed = {**speeds, **dict.fromkeys(ranks, 1.0)}
-    replaced_ms = _work_ms(job, current, range(len(replicas)), healed)
+    replaced_ms = _work_ms(job, current, range(len(replicas)), healed, links)
     if step_ms is not None and without_ms == inf and step_ms <= replaced_ms * (1.0 + LEAST_GAIN):
         return None
     return Advice(
@@ -50,7 +56,12 @@ def advise(job: Job, current: Plan, speeds: Mapping[int, float]) -> Advice | Non
 
 
 def _best_without(
-    job: Job, current: Plan, speeds: Mapping[int, float], unhealthy: set[int], stopped: set[int]
+    job: Job,
+    current: Plan,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns,
+    unhealthy: set[int],
+    stopped: set[int],
 ) -> tuple[float, tuple[int, ...]]:
     """Least step time without one replica or more, and the indices of the others; inf if none is
     left."""
@@ -58,21 +69,27 @@ def _best_without(
     alive = [i for i, replica in enumerate(replicas) if stopped.isdisjoint(replica.ranks)]
     slow = [i for i in alive if not unhealthy.isdisjoint(replicas[i].ranks)]
     typical = [max(1, job.microbatches // len(replicas))] * len(slow)
-    ends = _times(job, current, [replicas[i] for i in slow], speeds).makespans(typical)
+    ends = _times(job, current, [replicas[i] for i in slow], speeds, links).makespans(typical)
     slow = [index for _, index in sorted(zip(ends, slow, strict=True), reverse=True)]
     best: tuple[float, tuple[int, ...]] = inf, ()
     most = min(len(slow), _MOST_TRIED if len(alive) <= _FEW else 1)
     for count in sorted({*range(0 if stopped else 1, most + 1), len(slow)}):
         gone = {*slow[:count]}
         kept = tuple(i for i in alive if i not in gone)
-        if kept and (ms := _work_ms(job, current, kept, speeds)) < best[0]:
+        if kept and (ms := _work_ms(job, current, kept, speeds, links)) < best[0]:
             best = ms, kept
     return best
 
 
-def _work_ms(job: Job, current: Plan, kept: Sequence[int], speeds: Mapping[int, float]) -> float:
+def _work_ms(
+    job: Job,
+    current: Plan,
+    kept: Sequence[int],
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns,
+) -> float:
     """Time of the work of one step in the replicas of these indices; inf if they do none."""
-    times = _times(job, current, [current.layout.replicas[i] for i in kept], speeds)
+    times = _times(job, current, [current.layout.replicas[i] for i in kept], speeds, links)
     if Action.QUOTAS in job.actions and len(kept) <= job.microbatches:
         return times.step_ms(times.best_quotas(even_quotas(job.microbatches, len(kept))))
     quotas = [current.quotas[i] for i in kept]
@@ -82,9 +99,13 @@ def _work_ms(job: Job, current: Plan, kept: Sequence[int], speeds: Mapping[int, 
 
 
 def _times(
-    job: Job, current: Plan, replicas: Sequence[Replica], speeds: Mapping[int, float]
+    job: Job,
+    current: Plan,
+    replicas: Sequence[Replica],
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns,
 ) -> ReplicaTimes:
-    return ReplicaTimes(job, replicas, own_schedule(job, current), speeds)
+    return ReplicaTimes(job, replicas, own_schedule(job, current), speeds, links)
 
 
 def _whole_nodes(job: Job, current: Plan, left: Iterable[int]) -> tuple[int, ...]:

@@ -208,7 +208,7 @@ def _without_layouts(
     expired: Callable[[], bool],
 ) -> ReplanDecision:
     """Decision for a job that keeps its layout: other quotas or nothing, and advice."""
-    advice = advise(job, current, speeds)
+    advice = advise(job, current, speeds, links)
     if dead or Action.QUOTAS not in job.actions:
         return ReplanDecision(plan=None, limit=_limit(job, dead), advice=advice)
     given = job, current, (), speeds, rental

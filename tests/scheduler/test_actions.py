@@ -15,11 +15,13 @@ from resihp.contracts import (
     LayerCost,
     Layout,
     Links,
+    LinkVerdict,
     Memory,
     ModelShape,
     Plan,
     Protection,
     Schedule,
+    Status,
 )
 from scheduler import (
     SkiRental,
@@ -203,6 +205,21 @@ def test_advice_for_a_single_replica_is_to_replace():
     assert advice.summary.startswith("replace rank 1: steps")
     stopped = replan(one, first(one), {1: 0.0}, step=0).advice
     assert stopped.summary == "rank 1 has stopped: replace it"
+
+
+@pytest.mark.parametrize(("action", "speed"), [("notify", 0.08), ("quotas", 0.02)])
+def test_advice_counts_slow_links_like_the_plan_beside_it(action, speed):
+    """The replica without a slow device has a slow link."""
+    model = replace(SHAPE, hidden=1024)
+    links = Links(ranks_per_node=1, inter_gbytes_per_s=1.0)
+    one = job(2, 2, 16, (action,), model=model, tokens_per_microbatch=4096, links=links)
+    slow = [LinkVerdict(rank=1, peer=3, status=Status.FAIL_SLOW, slowdown=50.0)]
+    assert replan(one, first(one), {0: speed}, step=0).advice.without_ms is not None
+    decision = replan(one, first(one), {0: speed}, step=0, links=slow)
+    current = decision.plan or first(one)
+    step_ms = simulate(one, current, speeds={0: speed}, links=slow).step_ms
+    assert decision.advice.step_ms == pytest.approx(step_ms)
+    assert decision.advice.without_ms is None
 
 
 def moving(actions, **more):
