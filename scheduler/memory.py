@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Job, Layout, Op, Plan, RankAmount, Replica, Schedule, Stage
+from resihp.contracts import Action, Job, Layout, Op, Plan, RankAmount, Replica, Schedule, Stage
 from resihp.pipeline.orders import Part, Pass, job_orders, most_in_flight, most_split
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -280,9 +280,9 @@ def plan_schedules(job: Job) -> tuple[Schedule, ...]:
 def own_schedule(job: Job, plan: Plan) -> Schedule:
     """Schedule that a running plan is timed under: its own, else the first that plans may use.
 
-    A job that takes no layouts keeps its own.
+    A job that takes on no other schedule live keeps its own.
     """
-    if not job.takes_layouts:
+    if Action.LAYOUT not in job.actions:
         return plan.schedule
     if any(replica.chunks > 1 for replica in plan.layout.replicas):
         return Schedule.INTERLEAVED

@@ -287,20 +287,23 @@ class InPlaceChange:
     ) -> Plan:
         """Next plan after `current` with this change."""
         self.require_time()
-        layout, is_live = self.layout, Action.LAYOUT in job.actions
+        layout = self.layout
         given = job, layout, self.quotas, self.schedule, speeds, self.step_ms
         is_same = layout == current.layout and self.schedule is own_schedule(job, current)
-        only_quotas = Action.QUOTAS in job.actions and is_same
+        if is_same and Action.QUOTAS in job.actions:
+            action = Action.QUOTAS
+        else:
+            action = Action.LAYOUT if Action.LAYOUT in job.actions else Action.RESTART
         return replace(
             current,
             version=current.version + 1,
             layout=layout,
             quotas=self.quotas,
-            schedule=self.schedule if is_live else current.schedule,
+            schedule=self.schedule,
             step_ms=self.step_ms,
             bound_ms=min(layout_bound(*given, links), self.step_ms),
             reason=reasons(job, current.layout, layout, self.quotas, speeds, self.schedule, links),
-            action=Action.QUOTAS if only_quotas else Action.LAYOUT,
+            action=action,
         )
 
 

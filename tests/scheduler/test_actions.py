@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import (
@@ -270,12 +270,15 @@ def test_another_action_never_makes_the_outcome_worse(
     speeds=st.lists(MAYBE_DEAD, min_size=4, max_size=4),
     horizon=st.sampled_from([None, 1, 10_000]),
 )
+@example(actions=frozenset({Action.RESTART}), speeds=[1.0] * 4, horizon=None)
 def test_every_plan_is_one_of_the_jobs_actions(actions, speeds, horizon):
     one = moving(actions)
     if not any(speeds):
         return
     decision = replan(one, first(one), dict(enumerate(speeds)), step=0, horizon_steps=horizon)
     plans = [p for p in (decision.plan, decision.best and decision.best.plan) if p is not None]
+    if one.takes_layouts:
+        plans.append(make_plan(one, dict(enumerate(speeds))))
     for plan in plans:
         assert plan.action in actions
         assert plan.action is not Action.NOTIFY
@@ -349,21 +352,25 @@ def test_a_simulated_job_restarts_where_it_can_do_nothing_else():
         (Schedule.ZERO_BUBBLE, (Schedule.ONE_F_ONE_B,)),
     ],
 )
-def test_a_job_of_quotas_alone_is_timed_under_its_own_schedule(
-    own: Schedule, others: tuple[Schedule, ...]
+@pytest.mark.parametrize("actions", [(Action.QUOTAS,), (Action.QUOTAS, Action.RESTART)])
+def test_quotas_are_timed_under_the_schedule_that_the_job_keeps(
+    own: Schedule, others: tuple[Schedule, ...], actions: tuple[Action, ...]
 ) -> None:
     job = Job(
         name="job",
         layout=Layout.grid(dp=2, pp=3, tp=1, layers=6),
-        microbatches=4,
+        microbatches=5,
         schedule=own,
         schedules=others,
-        actions=(Action.QUOTAS,),
+        actions=actions,
     )
-    plan = make_plan(job, {})
-    assert plan.schedule is own
-    assert plan.step_ms == pytest.approx(simulate(job, plan).step_ms)
-    assert plan.bound_ms <= plan.step_ms
+    current = Plan(version=0, layout=job.layout, quotas=(4, 1), schedule=own)
+    live = replan(job, current, {0: 0.5}, step=0).plan
+    for plan, speeds in ((make_plan(job, {}), {}), (live, {0: 0.5})):
+        assert plan.step_ms == pytest.approx(simulate(job, plan, speeds=speeds).step_ms)
+        assert plan.bound_ms <= plan.step_ms
+        assert plan.action in actions
+    assert live.schedule is own
 
 
 @pytest.mark.parametrize("action", [Action.LAYOUT, Action.RESTART])
