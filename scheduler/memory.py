@@ -211,9 +211,25 @@ def replica_fits(
     job: Job, footprint: MemoryFootprint, replica: Replica, quota: int, schedule: Schedule
 ) -> bool:
     """True if every rank of a replica has enough memory for `quota` microbatches."""
-    budget, last = footprint.budget_bytes, len(replica.stages) - 1
+    budget = footprint.budget_bytes
     if budget is None:
         return True
+    peaks = _stage_peaks(job, footprint, replica, quota, schedule)
+    return all(peak <= budget for peak in peaks)
+
+
+def peak_bytes(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> float:
+    """Most memory that any rank of `layout` needs under `schedule`."""
+    footprint = MemoryFootprint.of(job, layout.dp)
+    pairs = zip(layout.replicas, quotas, strict=True)
+    return max(max(_stage_peaks(job, footprint, *pair, schedule)) for pair in pairs)
+
+
+def _stage_peaks(
+    job: Job, footprint: MemoryFootprint, replica: Replica, quota: int, schedule: Schedule
+) -> Iterator[float]:
+    """Most memory that a rank of each stage needs for `quota` microbatches."""
+    last = len(replica.stages) - 1
     if replica.in_flight:
         limit: Sequence[int] = replica.in_flight
     elif replica.chunks == 1:
@@ -230,9 +246,7 @@ def replica_fits(
             in_flight=min(limit[index], quota),
             split=min(between[index], quota),
         )
-        if max(held) > budget:
-            return False
-    return True
+        yield max(held)
 
 
 def most_held(order: Sequence[Pass]) -> int:

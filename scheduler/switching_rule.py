@@ -12,7 +12,7 @@ from resihp.formatting import duration, plural
 from .cost_model import layer_cost
 from .forwards_ahead import starts_forwards_early, with_forwards_ahead
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
-from .memory import fits, own_schedule, plan_schedules
+from .memory import fits, own_schedule, peak_bytes, plan_schedules
 from .migration import PlanOption
 from .reasons import action_reason, reasons
 from .search.plan_bounds import layout_bound
@@ -318,7 +318,7 @@ def best_in_place(
     the job nothing.
 
     Other quotas need the action `quotas` or `layout`, another order of passes `layout`. All ranks
-    of the current layout must be alive.
+    of the current layout must be alive. A change fits into memory or needs no more than now.
     """
     layout, own = current.layout, own_schedule(job, current)
     now_ms = ReplicaTimes(job, layout.replicas, own, speeds, links).step_ms(current.quotas)
@@ -334,9 +334,19 @@ def best_in_place(
         times = ReplicaTimes(job, option.replicas, schedule, speeds, links)
         quotas = times.best_quotas(current.quotas, expired)
         step_ms = times.step_ms(quotas)
-        if step_ms < best.step_ms and fits(job, option, quotas, schedule):
+        if step_ms < best.step_ms and _has_memory(job, current, option, quotas, schedule):
             best = InPlaceChange(option, quotas, schedule, step_ms)
     return now_ms, _with_forwards_ahead(job, best, speeds, links, expired)
+
+
+def _has_memory(
+    job: Job, current: Plan, layout: Layout, quotas: Sequence[int], schedule: Schedule
+) -> bool:
+    """True if a change fits by the estimate, or by the fact that as much is in use now."""
+    if fits(job, layout, quotas, schedule):
+        return True
+    now_bytes = peak_bytes(job, current.layout, current.quotas, own_schedule(job, current))
+    return peak_bytes(job, layout, quotas, schedule) <= now_bytes
 
 
 def _with_forwards_ahead(

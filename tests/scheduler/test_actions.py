@@ -105,6 +105,21 @@ def test_a_rank_that_is_better_left_out_keeps_a_microbatch():
     assert "leave rank 2 out" in decision.explanation
 
 
+@pytest.mark.parametrize(("pp", "microbatches", "changes"), [(1, 4, True), (3, 4, False)])
+def test_a_job_estimated_above_its_memory_gets_quotas_that_need_no_more(pp, microbatches, changes):
+    """With three stages the first one would hold three microbatches in flight, not two."""
+    given = {"model": SHAPE, "tokens_per_microbatch": 512}
+    roomy = job(2, pp, microbatches, **given)
+    over = replace(roomy, memory=Memory(budget_bytes=1))
+    speeds = {0: 0.25}
+    assert make_plan(roomy, speeds).quotas == (1, 3)
+    plan = make_plan(over, speeds)
+    assert plan.quotas == ((1, 3) if changes else (2, 2))
+    assert (replan(over, first(over), speeds, step=0).plan is not None) == changes
+    held, now = (max(simulate(over, one).peak_bytes.values()) for one in (plan, first(over)))
+    assert held <= now
+
+
 def test_a_dead_rank_leaves_no_plan_where_only_quotas_can_change():
     one = job()
     decision = replan(one, first(one), {2: 0.0}, step=0)
