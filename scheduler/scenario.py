@@ -134,7 +134,8 @@ def play_scenario(
 
     `progress` is called with the policy and the time reached in seconds. A layout that still runs
     is kept unless the new one is faster by 2%; a live change costs its migration time, a restart
-    the scenario's `restart_s`. Raises `ContractError` for a fault of an unknown rank or policy.
+    the scenario's `restart_s`; a pause outlasts further faults. Raises `ContractError` for a fault
+    of an unknown rank or policy.
     """
     for fault in scenario.fault:
         if fault.rank not in set(job.layout.ranks):
@@ -143,11 +144,14 @@ def play_scenario(
     spans = list(pairwise([*scenario.changes(), 3600.0 * scenario.hours]))
     runs = []
     for name in policies:
-        current, segments = healthy, []
+        current, segments, left = healthy, [], 0.0
         for start, end in spans:
             speeds = scenario.speeds_at(start)
             current, pause = _next(job, name, current, speeds, scenario.restart_s)
-            segments.append(Segment(start, end, min(pause, end - start), current.step_ms))
+            left = max(left, pause)
+            paused = min(left, end - start)
+            left -= paused
+            segments.append(Segment(start, end, paused, current.step_ms))
             progress(name, end)
         runs.append(PolicyRun(name, tuple(segments), healthy.step_ms))
     return runs

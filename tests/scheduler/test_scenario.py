@@ -68,6 +68,15 @@ def test_policies_play_through():
     assert seen[-1] == ("joint", 3600.0)
 
 
+def test_a_pause_goes_on_through_further_faults():
+    """One second after the restart began, a device is slow in the replica that was left out."""
+    again = TEXT + "[[fault]]\nat_s = 1801\nrank = 3\nspeed = 0.9\n"
+    one, two = (play_scenario(a_job(), parse_scenario(t), ["restart"])[0] for t in (TEXT, again))
+    assert [segment.pause_s for segment in two.segments[-2:]] == [1.0, 59.0]
+    assert two.paused_s == one.paused_s == 60.0
+    assert two.goodput == pytest.approx(one.goodput)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
