@@ -221,10 +221,11 @@ def _layered(rows: Sequence[_Row], total: int) -> list[Replica]:
         kept = [(before, s) for before, s in zip(old.stages, stages, strict=True) if s]
         if not kept:
             continue
-        counts = [max(1, b.layer_count * s.tp // b.tp) for b, s in kept]
+        least = int(len(kept) <= total)  # of more stages than layers, some hold none
+        counts = [max(least, b.layer_count * s.tp // b.tp) for b, s in kept]
         while sum(counts) != total:
             sign = 1 if sum(counts) < total else -1
-            able = [i for i in range(len(kept)) if sign > 0 or counts[i] > 1]
+            able = [i for i in range(len(kept)) if sign > 0 or counts[i] > least]
             index = min(able, key=lambda i: ((sign * counts[i] + (sign > 0)) / kept[i][1].tp, i))
             counts[index] += sign
         replicas.append(with_layers([stage for _, stage in kept], counts))

@@ -53,6 +53,14 @@ def test_no_dead_rank_works_and_no_microbatch_is_lost(name, seed):
     assert math.isfinite(outcome.step_ms)
 
 
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("speeds", [{}, {0: 0.5}])
+def test_a_pipeline_may_have_more_stages_than_layers(name, speeds):
+    outcome = policy_outcome(name, a_job(pp=4, tp=1, layers=2), speeds)
+    assert math.isfinite(outcome.step_ms)
+    assert sum(outcome.quotas) == 32
+
+
 def test_malleus_gives_the_layers_that_its_own_planner_gives():
     """One straggler of 2.57x among 64 GPUs, 70B: [[3, 7, 14, 28, 28], [16] * 5]."""
     layout = Layout.grid(dp=2, pp=4, tp=8, layers=80, units=64)
