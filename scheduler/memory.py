@@ -202,9 +202,23 @@ def _derived_activations(job: Job) -> float:
 
 def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> bool:
     """True if every rank of `layout` has enough memory under `schedule`."""
+    budget = job.memory.budget_bytes
+    if budget is None:
+        return True
+    return all(peak <= budget for peak in _peaks(job, layout, quotas, schedule))
+
+
+def peak_bytes(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> float:
+    """Most memory that any rank of `layout` needs under `schedule`."""
+    return max(_peaks(job, layout, quotas, schedule))
+
+
+def _peaks(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> Iterator[float]:
+    """Most memory that a rank of each stage of `layout` needs."""
     footprint = MemoryFootprint.of(job, layout.dp)
-    pairs = zip(layout.replicas, quotas, strict=True)
-    return all(replica_fits(job, footprint, *pair, schedule) for pair in pairs)
+    chunks = chunks_run(job, layout.replicas, schedule)
+    for replica, quota, count in zip(layout.replicas, quotas, chunks, strict=True):
+        yield from _stage_peaks(job, footprint, replica, quota, schedule, count)
 
 
 def replica_fits(
@@ -214,28 +228,26 @@ def replica_fits(
     budget = footprint.budget_bytes
     if budget is None:
         return True
-    peaks = _stage_peaks(job, footprint, replica, quota, schedule)
+    peaks = _stage_peaks(job, footprint, replica, quota, schedule, replica.chunks)
     return all(peak <= budget for peak in peaks)
 
 
-def peak_bytes(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> float:
-    """Most memory that any rank of `layout` needs under `schedule`."""
-    footprint = MemoryFootprint.of(job, layout.dp)
-    pairs = zip(layout.replicas, quotas, strict=True)
-    return max(max(_stage_peaks(job, footprint, *pair, schedule)) for pair in pairs)
-
-
 def _stage_peaks(
-    job: Job, footprint: MemoryFootprint, replica: Replica, quota: int, schedule: Schedule
+    job: Job,
+    footprint: MemoryFootprint,
+    replica: Replica,
+    quota: int,
+    schedule: Schedule,
+    chunks: int,
 ) -> Iterator[float]:
     """Most memory that a rank of each stage needs for `quota` microbatches."""
     last = len(replica.stages) - 1
     if replica.in_flight:
         limit: Sequence[int] = replica.in_flight
-    elif replica.chunks == 1:
+    elif chunks == 1:
         limit = most_in_flight(schedule, last + 1, job.max_in_flight)
     else:
-        orders = job_orders(job, last + 1, quota, Schedule.INTERLEAVED, replica.chunks)
+        orders = job_orders(job, last + 1, quota, Schedule.INTERLEAVED, chunks)
         limit = [most_held(order) for order in orders]
     between = most_split(schedule, last + 1, job.max_in_flight)
     for index, stage in enumerate(replica.stages):
@@ -289,6 +301,18 @@ def plan_schedules(job: Job) -> tuple[Schedule, ...]:
     if job.schedule is Schedule.INTERLEAVED or not footprint.is_known:
         return (Schedule.ONE_F_ONE_B,)
     return Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B
+
+
+def chunks_run(job: Job, replicas: Sequence[Replica], schedule: Schedule) -> list[int]:
+    """Model chunks per stage that each replica runs.
+
+    Those that its stages hold; where all stages hold one range, an interleaved schedule divides
+    them evenly into those of the job.
+    """
+    held = [replica.chunks for replica in replicas]
+    if schedule is Schedule.INTERLEAVED and set(held) == {1}:
+        return [job.chunks] * len(held)
+    return held
 
 
 def own_schedule(job: Job, plan: Plan) -> Schedule:

@@ -77,7 +77,8 @@ def make_plan(
     the action `quotas` and neither `layout` nor `restart` keeps its layout and schedule.
 
     Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "actions")
-    and `ContractError` for invalid speeds and for a layout of another number of layers.
+    and `ContractError` for invalid speeds, for a layout of another number of layers, and for one
+    that has to stay and cannot run within `max_in_flight`.
     """
     current, known = _checked(job, layout, speeds)
     expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)

@@ -28,7 +28,7 @@ from resihp.pipeline.replay import Replay, pass_durations, replay
 
 from .cost_model import GroupCost, group_cost, layer_cost, transfer_ms
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
-from .memory import MemoryFootprint, most_between, most_held
+from .memory import MemoryFootprint, chunks_run, most_between, most_held
 
 Speeds = Mapping[int, float] | Sequence[float]
 _MOST_SPEED = 1e30  # and the least its inverse, so that no time is infinite
@@ -112,13 +112,13 @@ def simulate(
     _check(layout, quotas, known)
     loads = _loads(work, quotas)
     chosen = _schedule(job, layout, schedule)
-    split_evenly = chosen is Schedule.INTERLEAVED and all(r.chunks == 1 for r in layout.replicas)
+    chunks = chunks_run(job, layout.replicas, chosen)
     footprint = MemoryFootprint.of(job, layout.dp)
     passes: list[TimedPass] = []
     peak: dict[int, float] = {}
     for index, replica in enumerate(layout.replicas):
-        chunks = job.chunks if split_evenly else replica.chunks
-        orders, played = play_replica(job, replica, loads[index], known, chosen, chunks, slow)
+        given = loads[index], known, chosen, chunks[index]
+        orders, played = play_replica(job, replica, *given, slow)
         rows = zip(replica.stages, orders, played.starts, played.ends, strict=True)
         for s, (stage, order, starts, ends) in enumerate(rows):
             timed = zip(order, starts.tolist(), ends.tolist(), strict=True)
@@ -184,16 +184,20 @@ def replica_makespan(
     speeds: Mapping[int, float],
     schedule: Schedule,
     links: LinkSlowdowns = ALL_LINKS_HEALTHY,
+    chunks: int | None = None,
 ) -> float:
     """Makespan of a replica in milliseconds, all microbatches of mean work.
 
-    inf if `max_in_flight` is too small for its model chunks.
+    chunks  model chunks per stage; default: as many as it holds
+
+    inf if `max_in_flight` is too small for them.
     """
+    chunks = chunks or replica.chunks
     try:
         loads = np.ones(quota)
-        return play_replica(job, replica, loads, speeds, schedule, replica.chunks, links)[1].span
+        return play_replica(job, replica, loads, speeds, schedule, chunks, links)[1].span
     except ContractError:
-        if replica.chunks == 1:
+        if chunks == 1:
             raise
         return math.inf
 

@@ -15,6 +15,7 @@ from .cost_model import layer_cost, transfer_ms
 from .greedy import allocation_by_rate, exchange_units
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
 from .makespan import pipeline_makespans
+from .memory import chunks_run
 from .simulator import play_replica, replica_makespan, stage_times
 
 Floats = NDArray[np.float64]
@@ -27,7 +28,8 @@ class ReplicaTimes:
     """Exact makespans of replicas at given speeds; all of their ranks must be alive.
 
     Replicas with several model chunks per stage run the interleaved schedule, all others
-    `schedule`, with their own numbers of microbatches in flight where they have any.
+    `schedule`, with their own numbers of microbatches in flight where they have any. Like
+    `simulate`, an interleaved `schedule` divides stages into the job's chunks if all hold one.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class ReplicaTimes:
         links: LinkSlowdowns = ALL_LINKS_HEALTHY,
     ) -> None:
         self._job, self._replicas, self._schedule, self._speeds = job, replicas, schedule, speeds
-        self._links = links
+        self._links, self._chunks = links, chunks_run(job, replicas, schedule)
         self._times = [stage_times(job, replica, speeds, links) for replica in replicas]
         self._transfers_ms = [boundaries_ms(job, r, links) for r in replicas] if links else None
         self._replayed: dict[tuple[int, int], float] = {}
@@ -54,14 +56,15 @@ class ReplicaTimes:
         alike: dict[tuple[int, Schedule], list[int]] = defaultdict(list)
         for row, (index, quota) in enumerate(pairs):
             replica = self._replicas[index]
-            order = _vectorised(self._job, replica, self._schedule)
+            chunks = self._chunks[index]
+            order = _vectorised(self._job, replica, self._schedule, chunks)
             if order is not None:
                 alike[len(replica.stages), order].append(row)
                 continue
             if (index, quota) not in self._replayed:
-                schedule = Schedule.INTERLEAVED if replica.chunks > 1 else self._schedule
+                schedule = Schedule.INTERLEAVED if chunks > 1 else self._schedule
                 self._replayed[index, quota] = replica_makespan(
-                    self._job, replica, quota, self._speeds, schedule, self._links
+                    self._job, replica, quota, self._speeds, schedule, self._links, chunks
                 )
             ends[row] = self._replayed[index, quota]
         for (_, order), rows in alike.items():
@@ -127,14 +130,15 @@ def expected_step_ms(
     times = [stage_times(job, replica, speeds, links) for replica in layout.replicas]
     alike: dict[tuple[int, Schedule], list[int]] = defaultdict(list)
     ends = np.zeros((layout.dp, _DRAWS))
+    chunks = chunks_run(job, layout.replicas, schedule)
     for row, replica in enumerate(layout.replicas):
-        order = _vectorised(job, replica, schedule)
+        order = _vectorised(job, replica, schedule, chunks[row])
         if order is not None:
             alike[len(replica.stages), order].append(row)
             continue
         for draw in range(_DRAWS):
             loads = random.choice(relative, quotas[row])
-            _, played = play_replica(job, replica, loads, speeds, schedule, replica.chunks, links)
+            _, played = play_replica(job, replica, loads, speeds, schedule, chunks[row], links)
             ends[row, draw] = played.span
     for (_, order), rows in alike.items():
         counts = np.array([quotas[row] for row in rows])
@@ -156,9 +160,9 @@ def expected_step_ms(
     return mean_of_latest(ends) + layer_cost(job).step_ms
 
 
-def _vectorised(job: Job, replica: Replica, schedule: Schedule) -> Schedule | None:
+def _vectorised(job: Job, replica: Replica, schedule: Schedule, chunks: int) -> Schedule | None:
     """Schedule whose makespans are vectorised and whose order a replica runs; None: none is."""
-    if replica.chunks > 1:
+    if chunks > 1:
         return None
     if not replica.in_flight:
         return schedule

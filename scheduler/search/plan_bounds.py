@@ -18,7 +18,7 @@ from ..bounds import relaxed_factors
 from ..bounds.in_flight import Floats
 from ..cost_model import group_cost, layer_cost, transfer_ms
 from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
-from ..memory import MemoryFootprint
+from ..memory import MemoryFootprint, chunks_run
 from .chains import ChainBatch, SearchSetting, by_length
 from .tp_groups import GroupTable, TPGroup
 
@@ -200,6 +200,6 @@ def layout_bound(
     )
     is_any_empty = any(not stage.layer_count for r in layout.replicas for stage in r.stages)
     if schedule is Schedule.INTERLEAVED or is_any_empty:
-        most = max(replica.chunks for replica in layout.replicas)
+        most = max(chunks_run(job, layout.replicas, schedule))
         return min(step_ms, quick_bound(setting, chains, quotas, most) + cost.step_ms)
     return chains_bound(ChainBounds(setting), chains, quotas, step_ms - cost.step_ms) + cost.step_ms

@@ -5,10 +5,11 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import (
+    Action,
     ContractError,
     InfeasibleError,
     Job,
@@ -78,6 +79,41 @@ def test_any_interleaved_job_under_any_faults(
     assert plan.step_ms <= flat.step_ms * 1.0011
     change = replan(one, plan, speeds, step=1).plan
     assert change is None or change.step_ms < plan.step_ms
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(4, 9)),
+    actions=st.sampled_from([(Action.QUOTAS,), (Action.RESTART,), (Action.LAYOUT,)]),
+    more=st.integers(0, 5),
+    cap=st.none() | st.integers(2, 8),
+    slow=st.sampled_from([0.3, 0.5, 1.0]),
+)
+@example(shape=(2, 3, 9), actions=(Action.QUOTAS,), more=4, cap=None, slow=0.5)
+@example(shape=(2, 3, 9), actions=(Action.RESTART,), more=4, cap=2, slow=1.0)
+def test_stages_of_one_range_are_timed_as_they_are_simulated(shape, actions, more, cap, slow):
+    """Such stages are divided evenly into the chunks of the job."""
+    dp, pp, layers = shape
+    one = Job(
+        name="test",
+        layout=Layout.grid(dp=dp, pp=pp, tp=1, layers=layers),
+        microbatches=dp + more,
+        schedule=Schedule.INTERLEAVED,
+        chunks=2,
+        max_in_flight=cap,
+        actions=actions,
+    )
+    speeds = {0: slow}
+    try:
+        plan = make_plan(one, speeds)
+    except ContractError:
+        assert cap is not None
+        assert actions == (Action.QUOTAS,)
+        return
+    assert plan.step_ms == pytest.approx(simulate(one, plan, speeds=speeds).step_ms)
+    assert plan.bound_ms <= plan.step_ms
+    sampled = make_plan(one, speeds, work=[1.0, 1.0])
+    assert sampled.step_ms == pytest.approx(plan.step_ms)
 
 
 def test_without_a_fault_nothing_changes():
