@@ -191,7 +191,8 @@ def replan(
     )
     options = with_restart(job, front, restart_ms)
     if dead:
-        return ReplanDecision(plan=least_cost(options, horizon_steps).plan)
+        limit = f"the layout cannot go on without {rank_list(dead)}"
+        return ReplanDecision(plan=least_cost(options, horizon_steps).plan, limit=limit)
     chosen = job, current, options, known, rental
     decision = decide(*chosen, horizon_steps=horizon_steps, links=slow, expired=expired)
     return _from_step(decision, step + 1)

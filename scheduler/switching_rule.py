@@ -87,10 +87,10 @@ class ReplanDecision:
     plan           to apply now; None: keep the current one
     rental         state to pass to the next `replan`, advanced with `after_step` once a step
     best           best new layout, even if its gain is too small for `rental`; None if no layout
-                   is faster
+                   is faster, or a dead rank leaves no choice
     least_gain_ms  gain per step from which on a migration is considered
     horizon_steps  expected duration of these speeds, as given to `replan`
-    limit          what the actions of the job rule out, as a clause; empty: nothing
+    limit          what the actions of the job or dead ranks rule out, as a clause; empty: nothing
     advice         on the ranks to leave out of a job that can take on no other layout; None where
                    nothing is gained
     """
@@ -113,8 +113,8 @@ class ReplanDecision:
 
     @property
     def explanation(self) -> str:
-        """Reason for keeping the layout, and when a migration would pay or what else would help, as
-        one clause."""
+        """Reason for keeping or changing the layout, and when a migration pays or what else would
+        help, as one clause."""
         if self.limit:
             return self.limit if self.advice is None else f"{self.limit}; {self.advice.summary}"
         best = self.best or self.rental.candidate
@@ -126,6 +126,8 @@ class ReplanDecision:
             f"a new {new} would save {duration(best.saved_ms)} per step for a {change} of "
             f"{duration(best.cost_ms)} and break even after {plural(best.break_even_steps, 'step')}"
         )
+        if self.plan == best.plan:
+            return f"{text}; it is applied now"
         left = self.rental.steps_until_due
         if left is None:
             return f"{text}; {self._needed_gain(best)}"
@@ -215,7 +217,7 @@ def decide(
         known = horizon_steps is not None
         saved_ms = candidate.saved_ms * (horizon_steps or 0)
         if saved_ms > candidate.cost_ms if known else updated.due:
-            return ReplanDecision(plan=candidate.plan)
+            return ReplanDecision(plan=candidate.plan, best=candidate)
     kept = ReplanDecision(
         plan=None,
         rental=updated,

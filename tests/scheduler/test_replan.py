@@ -161,6 +161,17 @@ def test_a_kept_layout_is_explained_with_when_a_migration_would_pay():
     assert "no new layout is faster" in ReplanDecision(plan=None).explanation
 
 
+def test_a_new_layout_is_explained_with_what_it_gains_or_with_the_dead_rank():
+    one = slow_links(0.05)
+    current = make_plan(one, {})
+    moved = replan(one, current, {2: 0.4}, step=0, horizon_steps=10**6)
+    assert moved.plan.layout != current.layout
+    assert moved.best.plan == moved.plan
+    assert moved.explanation.endswith(" steps; it is applied now")
+    dead = replan(one, current, {2: 0.0}, step=0)
+    assert dead.explanation == "the layout cannot go on without rank 2"
+
+
 def test_the_explanation_of_a_decision_comes_true():
     one = slow_links(0.05)
     current = make_plan(one, {})
