@@ -46,8 +46,11 @@ class Stage:
         if not self.ranks:
             raise ContractError("ranks", "a stage needs at least one rank")
         for name, values in (("ranks", self.ranks), ("shares", self.shares)):
-            if not all(issubclass(kind, Integral) for kind in set(map(type, values))):
+            kinds = set(map(type, values))
+            if not all(issubclass(kind, Integral) for kind in kinds):
                 raise ContractError(name, "must be whole numbers")
+            if kinds - {int}:  # numpy's are not JSON
+                object.__setattr__(self, name, tuple(map(int, values)))
         if min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
             raise ContractError("ranks", "must be distinct and 0 or more")
         if max(self.ranks) > LAST_RANK:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +46,16 @@ def test_a_grid_places_every_rank_once_and_spreads_evenly(dp, pp, tp, layers, sp
         assert max(stage.shares) - min(stage.shares) <= 1
         assert abs(stage.layers[1] - stage.layers[0] - layers / pp) < 1
     assert layout.place_of(dp * pp * tp) is None
+
+
+def test_whole_numbers_of_numpy_become_plain_ones():
+    stage = Stage(tuple(np.arange(2)), (0, 4), tuple(np.array([3, 1])))
+    layout = Layout((Replica((stage,)),))
+    assert {type(number) for number in (*stage.ranks, *stage.shares)} == {int}
+    assert json.loads(json.dumps(to_json(layout))) == to_json(layout)
+    plain = Layout((Replica((Stage((0, 1), (0, 4), (3, 1)),)),))
+    digests = {Plan(version=0, layout=one, quotas=(4,)).digest for one in (layout, plain)}
+    assert len(digests) == 1
 
 
 def test_megatron_numbers_tp_fastest_and_pp_slowest():
