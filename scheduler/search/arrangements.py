@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from math import comb
 
 import numpy as np
@@ -28,12 +28,14 @@ def initial_chains(
     even: bool,
     folds: int,
     keep: bool = False,
+    level: bool = False,
 ) -> tuple[list[TPGroup], list[Chain], Chain]:
     """All groups, the chains of the layout's replicas, and the groups without a replica.
 
     even   equal shares in every group
     keep   all living members in every group, with the shares of the layout where all of them live
     folds  number of times that the number of replicas is halved, if memory requires it
+    level  as many groups in each replica then, whichever replicas they are of
 
     Raises `InfeasibleError` if no rank is alive.
     """
@@ -53,6 +55,8 @@ def initial_chains(
     spare = numbered(joined)
     if not chains:
         raise InfeasibleError("ranks", "no replica has a living rank")
+    if level and folds:
+        return groups, _levelled(groups, chains, -(-len(chains) // 2**folds)), spare
     for _ in range(folds):
         chains = _folded(groups, chains)
     return groups, chains, spare
@@ -67,13 +71,22 @@ def _folded(groups: Sequence[TPGroup], chains: Sequence[Chain]) -> list[Chain]:
     return [tuple(sorted(pair, key=lambda g: (groups[g].column, g))) for pair in pairs]
 
 
+def _levelled(groups: Sequence[TPGroup], chains: Sequence[Chain], replicas: int) -> list[Chain]:
+    """Groups of all chains, dealt to so many replicas, ordered by column."""
+    dealt = sorted((g for chain in chains for g in chain), key=lambda g: (groups[g].column, g))
+    return [tuple(dealt[index::replicas]) for index in range(replicas)]
+
+
 def feasible_chains(
-    evaluator: ChainEvaluator, chains: Sequence[Chain]
+    evaluator: ChainEvaluator, chains: Sequence[Chain], *, shorter: bool = False
 ) -> tuple[list[Chain], list[int]]:
     """Chains that can hold all layers in memory, and the groups of the others.
 
     The fastest ones, if there are more of them than microbatches. Raises `InfeasibleError` if there
     is no such chain.
+
+    shorter  leave the slowest groups out of a chain that cannot, as the first stages of a long
+             pipeline hold more microbatches in flight
     """
     total, microbatches = evaluator.setting.layers, evaluator.setting.microbatches
     trimmed, left = [], []
@@ -84,6 +97,7 @@ def feasible_chains(
     held = trimmed
     while True:
         typical = max(1, microbatches // len(held))
+        held = _shortened(evaluator, held, typical) if shorter else held
         fits = evaluator.fits(held, typical)
         if not any(fits):
             raise out_of_memory(evaluator, held[0], typical)
@@ -93,9 +107,24 @@ def feasible_chains(
     if microbatches < len(held):
         fastest = set(sorted(held, key=evaluator.speed, reverse=True)[:microbatches])
         held = [chain for chain in held if chain in fastest]
-    chosen = set(held)
-    left += [group for chain in trimmed if chain not in chosen for group in chain]
+    used = {group for chain in held for group in chain}
+    left += [group for chain in trimmed for group in chain if group not in used]
     return held, left
+
+
+def _shortened(
+    evaluator: ChainEvaluator, chains: Sequence[Chain], microbatches: int
+) -> list[Chain]:
+    """Of every chain, the most of its fastest groups that can hold all layers, or else all."""
+    parts: list[Chain] = []
+    for chain in chains:
+        fastest = sorted(chain, key=lambda g: (-evaluator.speed((g,)), g))
+        for count in range(len(chain), 0, -1):
+            kept = set(fastest[:count])
+            parts.append(tuple(g for g in chain if g in kept))
+    fits = iter(zip(parts, evaluator.fits(parts, microbatches), strict=True))
+    options = ([part for part, fit in islice(fits, len(chain)) if fit] for chain in chains)
+    return [(*found, chain)[0] for found, chain in zip(options, chains, strict=True)]
 
 
 def out_of_memory(evaluator: ChainEvaluator, chain: Chain, microbatches: int) -> InfeasibleError:
@@ -104,10 +133,12 @@ def out_of_memory(evaluator: ChainEvaluator, chain: Chain, microbatches: int) ->
     most = [max(count, 0) for count in evaluator.most_layers(chain, microbatches)]
     group = setting.table.groups[chain[most.index(min(most))]]
     rank = group.ranks[group.shares.index(max(group.shares))]
+    held = f"hold {sum(most)} of {setting.layers} layers"
+    if sum(most) >= setting.layers and not min(most):
+        held = "need a layer each"
     return InfeasibleError(
         "memory",
-        f"the {len(chain)} stages of a replica hold {sum(most)} of {setting.layers} layers; "
-        f"rank {rank} has memory for {min(most)}",
+        f"the {len(chain)} stages of a replica {held}; rank {rank} has memory for {min(most)}",
     )
 
 

@@ -48,6 +48,7 @@ class _Request:
     expired: Callable[[], bool]
     even: bool
     keep: bool
+    shorter: bool
     links: LinkSlowdowns
 
 
@@ -62,25 +63,26 @@ def search(
 
     Starts from `layout` and from the job's initial layout. If memory is insufficient, the search
     is repeated without the first schedules, with equal shares, with fewer replicas of more stages,
-    and finally with the shares of `layout` and all living members, however slow. With slow links it
-    is repeated from layouts in which ranks have changed places (`link_placement`).
+    with the shares of `layout` and all living members, however slow, and finally with pipelines
+    that leave their slowest groups out. With slow links it is repeated from layouts in which ranks
+    have changed places (`link_placement`).
     """
     schedules = plan_schedules(job)
     layouts = [layout] if layout == job.layout else [layout, job.layout]
     tails = [schedules[index:] for index in range(len(schedules))]
     failure: InfeasibleError | None = None
     halvings, either = range((layout.dp - 1).bit_length() + 1), (False, True)
-    for keep, folds, tail, even in product(either, halvings, tails, either):
+    for shorter, keep, folds, tail, even in product(either, either, halvings, tails, either):
         if keep and even:
             continue
-        request = _Request(job, speeds, tail, expired, even, keep, links)
+        request = _Request(job, speeds, tail, expired, even, keep, shorter, links)
         best: Arrangement | None = None
         for start in layouts:
             if best is None or not expired():
                 try:
                     best = _better(best, _search(request, start, folds))
                 except InfeasibleError as error:
-                    failure = error
+                    failure = failure if shorter else error
         if best is not None:
             best = _repeated(best, request)
             return _around_slow_links(best, request, layout, folds) if links else best
@@ -159,6 +161,7 @@ def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
         even=request.even,
         folds=folds,
         keep=request.keep,
+        level=request.shorter,
     )
     owners = len(chains)
     while True:
@@ -186,7 +189,7 @@ def _arranged(
     starts: list[_Start] = [(chains, spare), (sort_by_speed(evaluator, chains), spare)]
     if spare and len(chains) < min(job.microbatches, job.layout.dp):
         starts.append(([*chains, tuple(spare)], []))
-    started = _best_start(evaluator, starts)
+    started = _best_start(evaluator, starts, shorter=request.shorter)
     first = best = _without_slow_replicas(_exchanged(started))
     for schedule in request.schedules[1:]:
         # Exchanges hardly depend on the schedule, so they are searched once.
@@ -213,14 +216,16 @@ def _under(schedule: Schedule, found: Arrangement) -> Arrangement | None:
     return divide(other, found.chains, near=found.quotas)
 
 
-def _best_start(evaluator: ChainEvaluator, starts: Sequence[_Start]) -> Arrangement:
+def _best_start(
+    evaluator: ChainEvaluator, starts: Sequence[_Start], *, shorter: bool
+) -> Arrangement:
     best: Arrangement | None = None
     failure: InfeasibleError | None = None
     for chains, spare in starts:
         if best is not None and (evaluator.setting.expired() or best.slack < _CLOSE):
             break
         try:
-            best = _better(best, _started(evaluator, chains, spare))
+            best = _better(best, _started(evaluator, chains, spare, shorter=shorter))
         except InfeasibleError as error:
             failure = failure or error
     if best is None:
@@ -230,10 +235,10 @@ def _best_start(evaluator: ChainEvaluator, starts: Sequence[_Start]) -> Arrangem
 
 
 def _started(
-    evaluator: ChainEvaluator, chains: Sequence[Chain], spare: Sequence[int]
+    evaluator: ChainEvaluator, chains: Sequence[Chain], spare: Sequence[int], *, shorter: bool
 ) -> Arrangement:
     """Arrangement without replicas that do not fit and stages that slow it down."""
-    chains, left = feasible_chains(evaluator, chains)
+    chains, left = feasible_chains(evaluator, chains, shorter=shorter)
     chains = drop_slow_stages(evaluator, chains)
     found = divide(evaluator, chains)
     for chain, quota in zip(chains, found.quotas, strict=True):

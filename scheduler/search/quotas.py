@@ -144,7 +144,11 @@ class ChainEvaluator:
 
     def fits(self, chains: Sequence[Chain], microbatches: int) -> list[bool]:
         """True if each chain can hold all layers in memory."""
-        return [bool(self._rows([chain], [microbatches]).fits[0]) for chain in chains]
+        found = np.zeros(len(chains), bool)
+        for indices in by_length(chains):
+            rows = self._rows([chains[i] for i in indices], [microbatches] * len(indices))
+            found[indices] = rows.fits
+        return list(found.tolist())
 
     def partitions(self, chain: Chain, microbatches: int) -> list[tuple[int, ...]]:
         """Candidate layer partitions, the best one for 1F1B first."""

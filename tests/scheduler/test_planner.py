@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -21,10 +22,12 @@ from resihp.contracts import (
     Replica,
     Schedule,
     Stage,
+    even_quotas,
     from_json,
     to_json,
 )
 from scheduler import make_plan, parse_job, plan_front, simulate
+from scheduler.memory import fits
 
 PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 
@@ -285,6 +288,66 @@ def test_five_replicas_that_do_not_fit_become_one():
         memory=Memory(budget_bytes=int(budget_bytes)),
     )
     assert [len(replica.stages) for replica in make_plan(one, {}).layout.replicas] == [5]
+
+
+def cut_layout(replicas, edges):
+    """Replicas of one rank a stage, with the same layers."""
+    spans = list(enumerate(pairwise(edges)))
+    return Layout(
+        tuple(
+            Replica(tuple(Stage((len(spans) * d + s,), span) for s, span in spans))
+            for d in range(replicas)
+        )
+    )
+
+
+def test_the_longest_pipeline_that_fits_leaves_a_group_out():
+    """Of four stages, the first one would hold four microbatches in flight."""
+    model = ModelShape(layers=4, hidden=64, heads=8, kv_heads=1, ffn=128, vocab=10)
+    layer = 16 * model.layer_params
+    memory = Memory(budget_bytes=int(4.2 * layer), activation_bytes_per_layer=layer)
+    layout = cut_layout(2, (0, 1, 2, 4))
+    one = Job(name="long", layout=layout, microbatches=8, model=model, memory=memory)
+    plan = make_plan(one, {2: 0.0, 5: 0.0})
+    assert [len(replica.stages) for replica in plan.layout.replicas] == [3]
+    assert max(simulate(one, plan).peak_bytes.values()) <= memory.budget_bytes
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    dp=st.integers(1, 3),
+    pp=st.integers(1, 4),
+    microbatches=st.integers(3, 8),
+    budget=st.sampled_from([2.1, 3.1, 4.1, 5.1, 6.5, 8.0]),
+    schedule=st.sampled_from(PLANNED),
+)
+@example(dp=3, pp=2, microbatches=7, budget=3.5, schedule=Schedule.EAGER_1F1B)
+@example(dp=3, pp=3, microbatches=4, budget=4.1, schedule=Schedule.ZERO_BUBBLE)
+def test_no_job_is_refused_that_fewer_stages_would_hold(dp, pp, microbatches, budget, schedule):
+    layers = 6
+    model = ModelShape(layers=layers, hidden=64, heads=8, kv_heads=1, ffn=128, vocab=10)
+    layer = 16 * model.layer_params
+    one = Job(
+        name="shorter",
+        layout=Layout.grid(dp=dp, pp=pp, tp=1, layers=layers),
+        microbatches=microbatches,
+        model=model,
+        memory=Memory(budget_bytes=int(budget * layer), activation_bytes_per_layer=layer // 2),
+        schedules=(schedule,),
+    )
+    try:
+        plan = make_plan(one, {})
+    except InfeasibleError as error:
+        refused = error.detail
+    else:
+        assert fits(one, plan.layout, plan.quotas, plan.schedule)
+        return
+    assert "hold 6 of 6" not in refused
+    shapes = product(range(1, dp + 1), range(1, layers + 1))
+    for replicas, stages in ((d, s) for d, s in shapes if d * s <= dp * pp):
+        quotas = even_quotas(microbatches, replicas)
+        for cuts in combinations(range(1, layers), stages - 1):
+            assert not fits(one, cut_layout(replicas, (0, *cuts, layers)), quotas, schedule)
 
 
 def test_where_no_replica_fits_two_become_one_of_twice_the_stages():
