@@ -104,9 +104,7 @@ class _Layers:
             wrapper, shown = shown, _BoundWrapper(shown)
             if hasattr(wrapper, "__wrapped__"):
                 shown.__wrapped__ = wrapper.__wrapped__
-            shown.without = (
-                (getattr, (owner, self._name)) if self._own is _ABSENT else (partial, (self._own,))
-            )
+            shown.without = partial(self._without, ref(owner))
         setattr(shown, _LAYERS, self)
         setattr(owner, self._name, shown)
         self._shown = shown
@@ -116,17 +114,23 @@ class _Layers:
             delattr(owner, self._name)
         else:
             setattr(owner, self._name, self._own)
+        self._shown = None  # which holds these layers
+
+    def _without(self, owner: Callable[[], Any]) -> tuple[Any, ...]:
+        if self._own is _ABSENT:
+            return getattr, (owner(), self._name)
+        return partial, (self._own,)
 
 
 class _BoundWrapper(partial[Any]):
     """A wrapper in an object, which copies and pickles of the object lack.
 
-    without      constructor and arguments of what they hold in its place
+    without      returns constructor and arguments of what they hold in its place
     __wrapped__  of the wrapper, if it has that: it tells the parameters
     """
 
-    without: tuple[Any, ...]
+    without: Callable[[], tuple[Any, ...]]
     __wrapped__: Callable[..., Any]
 
     def __reduce__(self) -> Any:
-        return self.without
+        return self.without()

@@ -335,6 +335,35 @@ def test_model_that_nobody_holds_is_freed_with_its_monitor(optimizer):
     assert sidecar.records.op.tolist() == passes
 
 
+@pytest.fixture
+def no_collection():
+    """Nothing is freed but what nobody holds, as cycles do."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_model_that_nobody_holds_is_freed_at_once(observe, no_collection, is_removed):
+    loop = observe()
+    loop.step()
+    model = weakref.ref(loop.model)
+    if is_removed:
+        loop.monitor.remove()
+    del loop.model
+    assert model() is None
+
+
+def test_model_with_a_wrapped_method_is_freed_after_remove(observe, no_collection):
+    loop = observe(Synchronized())
+    loop.step()
+    model = weakref.ref(loop.model)
+    loop.monitor.remove()
+    del loop.model
+    assert model() is None
+
+
 def test_monitor_outlives_its_model(observe):
     loop = observe()
     loop.step()
