@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from _thread import start_new_thread
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -108,8 +109,7 @@ def instrument(
     Raises `ContractError` if `target` or `optimizer` is something else.
     """
     stages = stages_of(target)
-    modules = [target] if isinstance(target, torch.nn.Module) else []
-    if not stages and not modules:
+    if not stages and not isinstance(target, torch.nn.Module):
         raise ContractError(
             "target",
             "must be a module, or a schedule or stage of torch.distributed.pipelining, "
@@ -120,30 +120,20 @@ def instrument(
         job=job, layout=layout, microbatches=microbatches, actions=actions, url=url, token=token,
         **options,
     )  # fmt: skip
-    timer, patches = monitor._timer, monitor._patches
-    if is_engine(target):
-        _time_engine(target, monitor, lengths)
-        _remove_with(target, monitor)
-        return monitor
-    modules = modules or [stage.submod for stage in stages]
     try:
-        OptimizerSteps(timer, modules, optimizer, patches)
-    except ContractError:
+        if is_engine(target):
+            _time_engine(target, monitor, lengths)
+        elif stages:
+            _time_stages(stages, optimizer, monitor, lengths)
+            if microbatches is None and (count := microbatches_of(target)):
+                monitor._inferred.count(count * len(stages))
+        else:
+            OptimizerSteps(monitor._timer, [target], optimizer, monitor._patches)
+            ModulePasses(target, monitor._timer, lengths, monitor._patches)
+        _remove_with(target, monitor)
+    except BaseException:
         monitor.remove()
         raise
-    if stages:
-        for chunk, stage in enumerate(stages):
-            StagePasses(stage, chunk, timer, lengths, patches)
-        if not PipelineTransfers(stages, timer, patches).is_possible:
-            monitor._recording.failures.warn_once(
-                "transfers",
-                "this torch does not show the transfers of its pipelines: slow links are not found",
-            )
-        if microbatches is None and (count := microbatches_of(target)):
-            monitor._inferred.count(count * len(stages))
-    else:
-        ModulePasses(target, timer, lengths, patches)
-    _remove_with(target, monitor)
     return monitor
 
 
@@ -210,10 +200,29 @@ def _describe(target: Any, stages: Sequence[Any], rank: int) -> tuple[Schedule, 
 
 def _remove_with(target: Any, monitor: InstrumentedMonitor) -> None:
     """Have the monitor removed when nothing holds `target` any more; torch, which is patched, holds
-    the monitor until then."""
-    finalizer = finalize(target, monitor._timer.safely(monitor.remove))
+    the monitor until then.
+
+    Another thread removes it, which waits for `lock`: the garbage collector ends a target anywhere,
+    also in the middle of what patches torch. It starts with no lock of Python's.
+    """
+    safely = monitor._timer.safely
+    finalizer = finalize(target, safely(start_new_thread), safely(monitor.remove), ())
     finalizer.atexit = False  # the last step of a process is not ended early
     monitor._patches.add(finalizer.detach)
+
+
+def _time_stages(
+    stages: Sequence[Any], optimizer: Any, monitor: InstrumentedMonitor, lengths: Lengths | None
+) -> None:
+    timer, patches = monitor._timer, monitor._patches
+    OptimizerSteps(timer, [stage.submod for stage in stages], optimizer, patches)
+    for chunk, stage in enumerate(stages):
+        StagePasses(stage, chunk, timer, lengths, patches)
+    if not PipelineTransfers(stages, timer, patches).is_possible:
+        monitor._recording.failures.warn_once(
+            "transfers",
+            "this torch does not show the transfers of its pipelines: slow links are not found",
+        )
 
 
 def _time_engine(engine: Any, monitor: InstrumentedMonitor, lengths: Lengths | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -16,7 +17,12 @@ from torch.optim.optimizer import (
 from resihp.contracts import ContractError
 
 from ._pass_timer import PassTimer
-from ._patches import Patches
+from ._patches import Patches, lock
+
+_observers: list[OptimizerSteps] = []
+_hooks: list[Any] = []
+"""Handles of the two hooks of torch. They stay: torch fails if one is removed while they run, where
+a model may end and another thread may remove its monitor."""
 
 
 class OptimizerSteps:
@@ -40,16 +46,21 @@ class OptimizerSteps:
         self._optimizers = {id(one) for one in _unwrapped(optimizer)}
         self._models = [ref(model) for model in models]
         self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        patches.add(register_optimizer_step_pre_hook(timer.safely(self._before)).remove)
-        patches.add(register_optimizer_step_post_hook(timer.safely(self._after)).remove)
+        self.before, self.after = timer.safely(self._before), timer.safely(self._after)
+        with lock:
+            if not _hooks:
+                _hooks.append(register_optimizer_step_pre_hook(_before_step))
+                _hooks.append(register_optimizer_step_post_hook(_after_step))
+            _observers.append(self)
+        patches.add(partial(_observers.remove, self))
         scaler = getattr(torch.amp, "GradScaler", None)
         patches.wrap(scaler, "step", self._with_skipped_updates)
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer) -> None:
         if self._counts(optimizer):
             self._timer.begin_update()
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after(self, optimizer: Optimizer) -> None:
         if self._counts(optimizer):
             self._timer.end_update()
 
@@ -78,6 +89,16 @@ class OptimizerSteps:
             return result
 
         return step_or_skip
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for steps in tuple(_observers):
+        steps.before(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for steps in tuple(_observers):
+        steps.after(optimizer)
 
 
 def _unwrapped(optimizer: Any) -> list[Optimizer]:

@@ -12,7 +12,7 @@ from weakref import ref
 _ABSENT = object()
 _LAYERS = "resihp_layers"
 lock = threading.RLock()
-"""Held while torch is patched and restored; a model may end while this thread holds it."""
+"""Held while torch is patched and restored."""
 
 
 class Patches:
@@ -63,8 +63,9 @@ class Patches:
 
     def remove(self) -> None:
         """Undo everything, the newest first; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        with lock:
+            while self._undo:
+                self._undo.pop()()
 
 
 class _Layers:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import resihp
@@ -437,6 +438,49 @@ def test_monitors_may_be_removed_in_any_order(observe, order):
     assert first.monitor.current_step == 1
     second.monitor.remove()
     assert [getattr(*place) for place in owners] == before
+
+
+def test_a_model_may_end_while_torch_is_patched():
+    step = torch.amp.GradScaler.step
+    loops, patches = [Observed()], Patches()
+
+    def wrapper(original):
+        loops.clear()
+        gc.collect()
+        return original
+
+    patches.wrap(torch.amp.GradScaler, "step", wrapper)
+    patches.remove()
+    until(lambda: torch.amp.GradScaler.step is step)
+
+
+def test_a_model_may_end_while_an_optimizer_steps(observe):
+    others = []
+
+    def end_the_other(*_):
+        others.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(end_the_other)
+    others.append(Observed())
+    loop = observe()
+    try:
+        loop.step()
+    finally:
+        handle.remove()
+    assert loop.passes() == one_step(0)
+
+
+def test_a_failure_of_instrument_leaves_everything_as_it_was(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no hook")
+
+    step, load = torch.amp.GradScaler.step, torch.utils.data.DataLoader.__iter__
+    monkeypatch.setattr("resihp.instrumentation._instrument.ModulePasses", fail)
+    with pytest.raises(RuntimeError, match="no hook"):
+        resihp.instrument(Model(), client=Sidecar())
+    assert torch.amp.GradScaler.step is step
+    assert torch.utils.data.DataLoader.__iter__ is load
 
 
 def test_an_attribute_that_others_have_wrapped_since_is_left_to_them(monkeypatch):
