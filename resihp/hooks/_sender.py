@@ -29,7 +29,7 @@ from ._registration import Registration, Registry
 from ._sampler import Sampler
 from ._spans import Recording, Span
 from ._stats import FailureLog
-from ._workload import Snapshot, features
+from ._workload import features
 
 _POLL_S = 0.002
 _LAST_DELAY_S = 0.1
@@ -237,7 +237,7 @@ class Sender:
             if isinstance(entry, Span):
                 if not ready(entry):
                     return
-                if isinstance(entry.work, Snapshot):
+                if entry.work is not None:
                     with contextlib.suppress(Exception):  # counted as the entry is sent
                         entry.work = features(entry.work)
             self._summed += 1

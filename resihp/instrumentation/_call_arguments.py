@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from resihp.hooks._workload import Form, Snapshot, Work, snapshot_of
+from resihp.hooks._workload import Features, Form, Snapshot, Work, snapshot_of
 
 Lengths = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Function of a call's arguments that returns the lengths of its sequences."""
@@ -96,10 +96,16 @@ def _work_of_shape(tensor: torch.Tensor) -> Work | None:
     shape = tensor.shape
     if tensor.is_floating_point():
         positions = shape[1:-1] if len(shape) < 4 else shape[2:]
-        return (positions.numel(),) * shape[0]
+        return _rows(shape[0], positions.numel())
     if len(shape) == 1:
-        return (shape[0],)
-    return (shape[1],) * shape[0]
+        return _rows(1, shape[0])
+    return _rows(shape[0], shape[1])
+
+
+def _rows(rows: int, length: int) -> Features:
+    if not rows or not length:
+        return Features(0, 0, 0, 0)
+    return Features(rows * length, rows, rows * length * length, length)
 
 
 def _work_of_nested(tensor: Any) -> Work | None:

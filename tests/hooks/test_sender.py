@@ -135,8 +135,8 @@ def test_what_waits_for_the_sidecar_takes_little_memory(make_monitor, sidecar, w
     sidecar.script = [503] * 10_000
     record(monitor, 0)
     wait_until(lambda: sidecar.keys)
-    for _ in range(3):
-        with monitor.forward(attention_mask=mask):
+    for given in ({"attention_mask": mask}, {"seq_lens": [300]}, {"seq_lens": (300,)}):
+        with monitor.forward(**given):
             pass
     waiting = [span for span in monitor._sender.buffer.entries if isinstance(span, Span)]
     wait_until(lambda: all(isinstance(span.work, Features) for span in waiting), timeout_s=25.0)

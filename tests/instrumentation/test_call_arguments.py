@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,13 @@ def test_a_nested_tensor_with_gaps():
     work = work_of_call((rows,), {}, None)
     assert work is not None
     assert features(work) == (8, 2, 34, 5)
+
+
+@pytest.mark.parametrize("shape", [(100_000, 1), (100_000, 3, 1), (0, 3, 1), (2, 0, 1)])
+def test_the_work_of_a_shape_takes_little_memory(shape):
+    work = work_of_call((torch.zeros(shape),), {}, None)
+    assert work == features((torch.Size(shape[1:-1]).numel(),) * shape[0])
+    assert sys.getsizeof(work) < 200
 
 
 def test_calls_that_tell_nothing():
