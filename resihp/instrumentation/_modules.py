@@ -15,6 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from ._call_arguments import Lengths, work_of_call
 from ._pass_timer import BACKWARD, FORWARD, PassTimer
@@ -166,8 +167,15 @@ class FinalWait:
 
 
 def before_gradient(tensor: torch.Tensor, call: Callable[[Any], None]) -> None:
-    """Have `call` called before a gradient passes through `tensor`, which is no leaf."""
+    """Have `call` called before a gradient passes through `tensor`, which is no leaf.
+
+    A view that is changed in place gets a new node: only that of its base stays in the graph. The
+    view that a function in Python returns may not be changed.
+    """
     node = tensor.grad_fn
+    if tensor._is_view() and not isinstance(node, BackwardCFunction):
+        base = tensor._base
+        node = node if base is None or base.grad_fn is None else base.grad_fn
     if node is None:
         tensor.register_hook(call)
     else:  # cheaper than a hook of the tensor

@@ -133,6 +133,49 @@ def test_outputs_of_any_form(observe, form):
     assert loop.passes() == one_step(0)
 
 
+def halve(y):
+    y /= 2
+    return y
+
+
+def mask_first(y):
+    y[..., 0] = 0
+    return y
+
+
+@pytest.mark.parametrize("change", [halve, mask_first, lambda y: halve(mask_first(y.mT).mT)])
+@pytest.mark.parametrize("form", [lambda y: y, lambda y: y.mT[:1], halve])
+def test_outputs_that_are_changed_in_place(observe, form, change):
+    loop = observe(Model(form))
+    change(loop.model(torch.ones(2, 3, 4))).sum().backward()
+    loop.optimizer.step()
+    assert loop.passes() == one_step(0)
+
+
+def test_an_output_that_is_a_view_of_a_parameter(observe):
+    loop = observe(Model())
+    loop.model.form = lambda _: loop.model.first.weight[:2]
+    loop.step()
+    assert loop.passes() == one_step(0)
+
+
+def test_a_function_of_the_users_that_returns_its_input_is_part_of_the_pass(observe, hands):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x
+
+        @staticmethod
+        def backward(context, gradient):
+            hands.pass_ms(20.0)
+            return gradient
+
+    loop = observe(Model(Function.apply), clock=hands.clock)
+    loop.step()
+    records = loop.records()
+    assert records.compute_ms[records.op == BACKWARD].tolist() == [20.0]
+
+
 def test_two_forward_passes_before_one_backward_pass(observe):
     loop = observe()
     first, second = loop.model(torch.ones(2, 3, 4)), loop.model(torch.ones(2, 3, 4))
