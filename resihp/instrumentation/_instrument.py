@@ -93,8 +93,8 @@ def instrument(
 
     target        a module (plain, DDP, FSDP2, tensor parallel by DTensor, combined, compiled), a
                   schedule or stage of `torch.distributed.pipelining`, or an engine of DeepSpeed
-    optimizer     whose update ends a step, or several; None: any that holds parameters of `target`;
-                  an engine's own in any case
+    optimizer     whose update ends a step, or several; others that hold parameters of theirs count
+                  too; None: any that holds parameters of `target`; an engine's own in any case
     job           name; default RESIHP_JOB, else the launcher's run id and the script's name
     layout        of all ranks; default from process groups, device meshes and stages
     microbatches  in a step, over all replicas; default those of the first step

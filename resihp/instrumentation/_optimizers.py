@@ -31,8 +31,9 @@ class OptimizerSteps:
     Several optimizers: a step ends with the first update after its passes, and later ones belong
     to no step. A step whose update a gradient scaler skips ends as well.
 
-    optimizer   whose updates count, or several; None: every optimizer that holds a parameter of
-                `models`, which are not kept alive
+    optimizer   whose updates count, or several, and with them every optimizer that holds a
+                parameter of theirs: one that they wrap, or that is made in their place; None: every
+                one that holds a parameter of `models`. None of these is kept alive
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class OptimizerSteps:
         patches: Patches,
     ) -> None:
         self._timer = timer
-        self._optimizers = {id(one) for one in _unwrapped(optimizer)}
+        given = _unwrapped(optimizer)
+        self._known = WeakKeyDictionary(dict.fromkeys(given, True))
+        self._given = [ref(parameter) for one in given for parameter in _parameters(one)]
         self._models = [ref(model) for model in models]
-        self._known: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self.before, self.after = timer.safely(self._before), timer.safely(self._after)
         with lock:
             if not _hooks:
@@ -65,17 +67,19 @@ class OptimizerSteps:
             self._timer.end_update()
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        if self._optimizers:
-            return id(optimizer) in self._optimizers
-        if optimizer not in self._known:
-            models = [model for one in self._models if (model := one()) is not None]
-            held = {id(parameter) for model in models for parameter in model.parameters()}
-            self._known[optimizer] = any(
-                id(parameter) in held
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-            )
-        return self._known[optimizer]
+        counts = self._known.get(optimizer)
+        if counts is None:
+            held = self._held()
+            counts = any(id(parameter) in held for parameter in _parameters(optimizer))
+            self._known[optimizer] = counts
+        return counts
+
+    def _held(self) -> set[int]:
+        """Return the identities of the parameters whose updates count."""
+        if self._given:
+            return {id(parameter) for one in self._given if (parameter := one()) is not None}
+        models = [model for one in self._models if (model := one()) is not None]
+        return {id(parameter) for model in models for parameter in model.parameters()}
 
     def _with_skipped_updates(self, step: Any) -> Any:
         @self._timer.safely
@@ -99,6 +103,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for steps in tuple(_observers):
         steps.after(optimizer)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _unwrapped(optimizer: Any) -> list[Optimizer]:

@@ -20,6 +20,8 @@ Keywords: TypeAlias = dict[str, Any]
 
 FORWARD, BACKWARD, OPTIMIZER = int(Op.FORWARD), int(Op.BACKWARD), int(Op.OPTIMIZER)
 _DATA = int(Op.DATA)
+_MANY_PASSES = 1_000
+"""Forward passes of a step whose end has been missed, rather than accumulation of gradients."""
 
 
 class PassTimer:
@@ -41,7 +43,7 @@ class PassTimer:
         self.measures_waiting = measures_waiting
         self.on_step_end: Callable[[int], None] | None = None
         self._passes = self._counted_step = 0
-        self._has_begun = self._is_stopped = False
+        self._has_begun = self._has_ended = self._is_stopped = False
         self._between_steps = between_steps
         self._stream = -1
         self._data_ns = 0
@@ -75,6 +77,8 @@ class PassTimer:
             index = self._passes
         if op == FORWARD:
             self._passes += 1
+            if self._passes == _MANY_PASSES and not self._has_ended and self._step is not None:
+                self._warn_of_no_update()
             if self._data_ns:
                 self._record_data()
         span = recording.kind(recording, op, index, chunk, -1, work)
@@ -278,8 +282,16 @@ class PassTimer:
             self.on_step_end(self._passes)
         self._passes, self._counted_step = 0, self.recording.step
 
+    def _warn_of_no_update(self) -> None:
+        self.recording.failures.warn_once(
+            "updates",
+            f"{_MANY_PASSES:,} forward passes and no update of an optimizer that holds their "
+            "parameters: give `instrument` the optimizer that the loop steps, or enclose steps in "
+            "`monitor.step()`",
+        )
+
     def _end_step(self) -> None:
-        self._ends_with_backward = False
+        self._has_ended, self._ends_with_backward = True, False
         for half in self._halves.values():
             self.recording.put(half)
         self._halves.clear()

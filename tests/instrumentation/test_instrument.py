@@ -615,6 +615,63 @@ def test_wrapped_optimizers_count(observe):
     assert sidecar.records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER]
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """An optimizer whose updates are those of one that it makes, as SAM's."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=1e-3)
+
+    def second_step(self):
+        self.base_optimizer.step()
+
+
+class Averaging(torch.optim.Optimizer):
+    """A wrapper of an optimizer that passes steps on, as `PostLocalSGDOptimizer`."""
+
+    def __init__(self, parameters):
+        self.optim = torch.optim.SGD(parameters, lr=1e-3)
+        self.param_groups = self.optim.param_groups
+
+    def second_step(self):
+        self.optim.step()
+
+
+@pytest.mark.parametrize("kind", [SharpnessAware, Averaging])
+def test_optimizers_that_the_given_one_wraps_count(kind):
+    model, sidecar = Model(), Sidecar()
+    optimizer = kind(model.parameters())
+    monitor = resihp.instrument(model, optimizer, job="loop", client=sidecar, rank=0)
+    with contextlib.closing(monitor):
+        model(torch.ones(2, 3, 4)).sum().backward()
+        optimizer.second_step()
+        monitor.close(300.0)
+        monitor.remove()
+    assert sidecar.records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER]
+
+
+def test_an_optimizer_that_is_made_in_place_of_the_given_one_counts(observe):
+    loop = observe()
+    loop.step()
+    loop.optimizer = torch.optim.Adam(loop.model.parameters())
+    other = Model()
+    torch.optim.SGD(other.parameters(), lr=1e-3).step()
+    loop.step()
+    assert loop.passes() == one_step(0) + one_step(1)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_updates_that_are_never_seen_are_told_once(observe, monkeypatch, caplog, by_hand):
+    monkeypatch.setattr("resihp.instrumentation._pass_timer._MANY_PASSES", 3)
+    loop = observe()
+    copies = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    loop.optimizer = torch.optim.SGD(copies, lr=1e-3)
+    with loop.monitor.step() if by_hand else contextlib.nullcontext():
+        for _ in range(8):
+            loop.step()
+    assert caplog.text.count("no update of an optimizer") == (not by_hand)
+
+
 def test_blocks_have_start_and_stop(observe):
     loop = observe()
     monitor = loop.monitor
