@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -27,25 +28,60 @@ _NAMES = {
     "position_ids": Form.POSITION_IDS,
     "positions": Form.POSITION_IDS,
 }
-_INPUTS = ("input_ids", "inputs_embeds", "tokens", "inputs", "x")
+_INPUTS = (
+    "input_ids", "inputs_embeds", "tokens", "inputs", "x", "src", "idx", "pixel_values",
+    "input_values", "input_features",
+)  # fmt: skip
+_NOT_INPUTS = ("label", "target", "tgt", "mask")
+_MOST_ITEMS = 8
+"""Items of a list that are looked at; it may hold a number for each of many rows."""
+
+
+def argument_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of the positional arguments of a module, also of one that is wrapped; none
+    where Python does not know them."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # of a scripted module
+        return ()
+    names = tuple(each.name for each in parameters if each.kind in positional)
+    inner = getattr(module, "_orig_mod", getattr(module, "module", None))
+    if names or not isinstance(inner, torch.nn.Module):
+        return names
+    return argument_names(inner)  # of `forward(*args, **kwargs)`, as DDP's
 
 
 def work_of_call(
-    args: Sequence[Any], kwargs: Mapping[str, Any], lengths: Lengths | None
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    lengths: Lengths | None,
+    names: Sequence[str] = (),
 ) -> Work | None:
     """Return the work that the arguments of a forward pass tell; None if they tell none.
 
     In this order: `lengths`; cumulative lengths; lengths; a mask; positions that restart; the
     shape of the input: rows of tokens if it holds whole numbers, otherwise rows, positions and
-    features; a nested tensor's rows have their own lengths. A mask of other than two to four
-    dimensions, or nested, counts as absent. A mask or positions of one row count for each row of
-    the input.
+    features, or images; a nested tensor's rows have their own lengths. A mask of other than two to
+    four dimensions, or nested, counts as absent. A mask or positions of one row count for each row
+    of the input. A batch may be a dictionary, tuple, list or dataclass, in any argument.
+
+    names  of the positional arguments, as `argument_names` returns them
     """
     if lengths is not None:
         return snapshot_of(Form.SEQ_LENS, lengths(tuple(args), dict(kwargs)))
-    first = args[0] if len(args) == 1 else None
-    if not isinstance(first, torch.Tensor) and isinstance(first, Mapping):
-        kwargs = {**first, **kwargs}  # a batch as one dictionary
+    if len(args) == 1 and not kwargs and _is_input(args[0]):
+        return _work_of_shape(args[0])  # the common case, and the cheap one
+    given = (*args, *kwargs.values())
+    if names and args:
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    for value in given:
+        if not isinstance(value, torch.Tensor):
+            contents = _contents(value)
+            if isinstance(contents, Mapping):
+                kwargs = {**contents, **kwargs}
+            else:
+                args = (*args, *contents)
     if not _NAMES.keys().isdisjoint(kwargs):
         for name, form in _NAMES.items():
             value = kwargs.get(name)
@@ -54,12 +90,35 @@ def work_of_call(
                 times = _rows_sharing(form, value, _input(args, kwargs))
                 return replace(work, times=times) if isinstance(work, Snapshot) else work
     tensor = _input(args, kwargs)
-    return None if tensor is None else _work_of_shape(tensor)
+    if tensor is None:
+        return None
+    if tensor is kwargs.get("input_values") and tensor.ndim == 2:
+        return _rows(*tensor.shape)  # samples of sound
+    return _work_of_shape(tensor)
+
+
+def _contents(value: Any) -> Mapping[str, Any] | Sequence[Any]:
+    """Return what a batch holds, by name where it has names; nothing of what is no batch."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list | tuple):
+        named = getattr(value, "_asdict", None)
+        return value[:_MOST_ITEMS] if named is None else named()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return ()
 
 
 def _input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     named = (kwargs[name] for name in _INPUTS if name in kwargs)
-    return next((value for value in chain(named, args) if _is_input(value)), None)
+    values = chain(named, args, _others(kwargs))
+    return next((value for value in values if _is_input(value)), None)
+
+
+def _others(kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for name, value in kwargs.items():
+        if not any(word in str(name) for word in _NOT_INPUTS):
+            yield value
 
 
 def _rows_sharing(form: Form, value: Any, tensor: torch.Tensor | None) -> int:
@@ -99,6 +158,8 @@ def _work_of_shape(tensor: torch.Tensor) -> Work | None:
         return _rows(shape[0], positions.numel())
     if len(shape) == 1:
         return _rows(1, shape[0])
+    if len(shape) > 3:
+        return _rows(shape[0], shape[2:].numel())
     return _rows(shape[0], shape[1])
 
 

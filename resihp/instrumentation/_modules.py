@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from ._call_arguments import Lengths, work_of_call
+from ._call_arguments import Lengths, argument_names, work_of_call
 from ._pass_timer import BACKWARD, FORWARD, PassTimer
 from ._patches import Patches
 
@@ -58,6 +58,7 @@ class ModulePasses:
         patches: Patches,
     ) -> None:
         self._timer, self._lengths = timer, lengths
+        self._names = argument_names(module)
         self._module: Callable[[], Any] = ref(module)
         self._gradients = FinalWait(timer, timer.end)
         self._begin = timer.safely(self._begin_backward)
@@ -107,10 +108,17 @@ class ModulePasses:
             return -1
         work = None
         try:
-            work = work_of_call(args, kwargs, self._lengths)
+            work = work_of_call(args, kwargs, self._lengths, self._names)
         except Exception as error:  # noqa: BLE001 the pass is timed without its work
             timer.recording.failures.add("instrumentation", error)
-        return timer.begin(FORWARD, work=work)
+        index = timer.begin(FORWARD, work=work)
+        if work is None and index >= 0:
+            timer.recording.failures.warn_once(
+                "work",
+                "the arguments of a forward pass tell no work: give `instrument` `lengths=`, or "
+                "slow devices may not be found",
+            )
+        return index
 
     def _after(self, index: int, output: Any) -> None:
         self._timer.end()

@@ -15,7 +15,7 @@ import torch
 
 from resihp.contracts import ContractError, Op, Schedule
 
-from ._call_arguments import Lengths, work_of_call
+from ._call_arguments import Lengths, argument_names, work_of_call
 from ._modules import FinalWait, backward_under_way, gradient_tensors
 from ._pass_timer import BACKWARD, FORWARD, Arguments, Keywords, PassTimer
 from ._patches import Patches
@@ -59,6 +59,7 @@ class StagePasses:
         self, stage: Any, chunk: int, timer: PassTimer, lengths: Lengths | None, patches: Patches
     ) -> None:
         self._chunk, self._timer, self._lengths = chunk, timer, lengths
+        self._names = argument_names(stage.submod)
         self._gradients = FinalWait(timer)
         self._work_of_call = timer.safely(work_of_call)
         self._on_gradient = timer.safely(self._expect)
@@ -73,7 +74,7 @@ class StagePasses:
         if torch.is_grad_enabled():
             inner = _argument(args, kwargs, 1, "args") or ()
             named = _argument(args, kwargs, 2, "kwargs") or {}
-            work = self._work_of_call(inner, named, self._lengths)
+            work = self._work_of_call(inner, named, self._lengths, self._names)
             index = _argument(args, kwargs, 0, "fwd_chunk_id")
             self._timer.begin(FORWARD, chunk=self._chunk, index=index, work=work)
         else:

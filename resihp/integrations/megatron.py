@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -13,7 +12,7 @@ import torch
 from resihp.contracts import ContractError, Schedule
 from resihp.hooks._workload import Form, Work, snapshot_of
 from resihp.instrumentation import InstrumentedMonitor
-from resihp.instrumentation._call_arguments import Lengths, work_of_call
+from resihp.instrumentation._call_arguments import Lengths, argument_names, work_of_call
 from resihp.instrumentation._instrument import monitor_of
 from resihp.instrumentation._modules import (
     FinalWait,
@@ -75,7 +74,7 @@ def _instrument(
     timers = MonitorTimers(passes, config)
     patches.add(timers.uninstall)
     for number, chunk in enumerate(chunks):
-        work = partial(_work, _argument_names(chunk), lengths)
+        work = partial(_work, argument_names(chunk), lengths)
         calls = _ChunkCalls(number, passes, work, timers.install)
         patches.add(chunk.register_forward_hook(calls.after).remove)
         handle = chunk.register_forward_pre_hook(calls.before, prepend=True, with_kwargs=True)
@@ -299,13 +298,6 @@ def _config_of(model: Any) -> Any:
         if module is None:
             raise ContractError("model", f"{type(model).__name__} has no configuration of Megatron")
     return module.config
-
-
-def _argument_names(model: Any) -> tuple[str, ...]:
-    """Return the names of the arguments of a model that may be wrapped."""
-    while isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module
-    return tuple(inspect.signature(model.forward).parameters)
 
 
 def _describe(chunks: int, rank: int) -> tuple[Schedule, RankDescription]:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from resihp.hooks._workload import features
-from resihp.instrumentation._call_arguments import work_of_call
+from resihp.instrumentation._call_arguments import argument_names, work_of_call
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
 CAUSAL = torch.ones(8, 8).tril().bool()
 PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]])
+
+
+class NamedBatch(NamedTuple):
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+@dataclass
+class DataBatch:
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
 
 
 @pytest.mark.parametrize(
@@ -41,6 +55,20 @@ PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]])
         ((IDS,), {"seq_lens": [3, 5]}, [3, 5]),
         ((torch.zeros(2, 8, 16),), {}, [8, 8]),
         ((torch.zeros(2, 3, 4, 5),), {}, [20, 20]),
+        ((torch.zeros(2, 3, 4, 5, dtype=torch.uint8),), {}, [20, 20]),
+        ((torch.zeros(2, 3, 2, 4, 5, dtype=torch.uint8),), {}, [40, 40]),
+        ((), {"pixel_mask": IDS, "pixel_values": torch.ones(2, 3, 4, 5)}, [20, 20]),
+        ((), {"labels": IDS[:1], "image": torch.ones(2, 3, 4, 5)}, [20, 20]),
+        ((), {"input_values": torch.ones(2, 16_000)}, [16_000, 16_000]),
+        ((), {"input_features": torch.ones(2, 80, 30)}, [80, 80]),
+        ((), {"idx": IDS, "targets": IDS[:1]}, [8, 8]),
+        ((), {"tgt": IDS[:1], "src": IDS}, [8, 8]),
+        ((), {"batch": {"input_ids": IDS, "attention_mask": PADDED}}, [6, 4]),
+        (({"input_ids": IDS}, PADDED), {}, [8, 8]),
+        (((IDS, PADDED),), {}, [8, 8]),
+        ((), {"batch": [IDS, PADDED]}, [8, 8]),
+        ((NamedBatch(IDS, PADDED),), {}, [6, 4]),
+        ((), {"batch": DataBatch(IDS, PADDED)}, [6, 4]),
         ((torch.zeros(2, 16),), {}, [1, 1]),
         ((torch.zeros(6, dtype=torch.long),), {}, [6]),
         (("not a tensor", IDS), {}, [8, 8]),
@@ -85,9 +113,32 @@ def test_the_work_of_a_shape_takes_little_memory(shape):
     assert sys.getsizeof(work) < 200
 
 
+class Masked(torch.nn.Module):
+    def forward(self, ids, attention_mask=None, *rest, labels=None):
+        return ids
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, Wrapper, partial(torch.compile, backend="eager")])
+def test_positional_arguments_go_by_their_names(wrap):
+    names = argument_names(wrap(Masked()))
+    assert names == ("ids", "attention_mask")
+    work = work_of_call((IDS, PADDED, CAUSAL), {}, None, names)
+    assert work is not None
+    assert features(work)[:2] == (10, 2)
+
+
 def test_calls_that_tell_nothing():
     assert work_of_call((), {}, None) is None
-    assert work_of_call((torch.tensor(1.0), "text"), {}, None) is None
+    assert work_of_call((torch.tensor(1.0), "text"), {"labels": IDS}, None) is None
 
 
 def test_the_users_function_comes_first():

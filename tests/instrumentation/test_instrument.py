@@ -176,6 +176,31 @@ def test_a_function_of_the_users_that_returns_its_input_is_part_of_the_pass(obse
     assert records.compute_ms[records.op == BACKWARD].tolist() == [20.0]
 
 
+def test_a_positional_mask_is_work(observe):
+    class Masked(Model):
+        def forward(self, x, attention_mask):
+            return super().forward(x)
+
+    loop = observe(Masked())
+    loop.model(torch.ones(2, 3, 4), torch.tensor([[1, 1, 1], [1, 0, 0]])).sum().backward()
+    assert loop.records().tokens.tolist() == [4, 4]
+
+
+def test_calls_that_tell_no_work_are_told_once(observe, caplog):
+    class Batched(Model):
+        def forward(self, batch):
+            return super().forward(batch())
+
+    loop = observe(Batched())
+    with loop.monitor.step(), loop.monitor.forward(seq_lens=[3, 3]):
+        loop.model(lambda: torch.ones(2, 3, 4))
+    assert not caplog.text
+    for _ in range(2):
+        loop.model(lambda: torch.ones(2, 3, 4)).sum().backward()
+        loop.optimizer.step()
+    assert caplog.text.count("tell no work") == 1
+
+
 def test_two_forward_passes_before_one_backward_pass(observe):
     loop = observe()
     first, second = loop.model(torch.ones(2, 3, 4)), loop.model(torch.ones(2, 3, 4))
