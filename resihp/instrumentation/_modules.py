@@ -21,9 +21,10 @@ from ._call_arguments import Lengths, argument_names, work_of_call
 from ._pass_timer import BACKWARD, FORWARD, PassTimer
 from ._patches import Patches
 
-_MOST_OUTPUTS = 8
-"""Tensors of an output that are observed; the first comes first, as the loss does."""
-_DEPTH = 3
+_MOST_OUTPUTS = 64
+_MOST_BESIDE_LOSS = 8
+"""Tensors of an output that are observed; fewer where the first is a loss, which leads to all."""
+_DEPTH, _OBJECT_DEPTH = 6, 2
 
 
 _graph_task = getattr(torch._C, "_current_graph_task_id", None)
@@ -124,8 +125,15 @@ class ModulePasses:
         self._timer.end()
         if self._gradients.is_possible:
             begin = partial(self._begin, index)
-            for tensor in gradient_tensors(output):
+            tensors = gradient_tensors(output)
+            for tensor in tensors:
                 before_gradient(tensor, begin)
+            if not tensors:
+                self._timer.recording.failures.warn_once(
+                    "outputs",
+                    "a forward pass returned no tensor that gradients come to: its backward pass "
+                    "is not recorded",
+                )
 
     def _begin_backward(self, index: int, _: Any) -> None:
         under_way = backward_under_way()
@@ -198,7 +206,7 @@ def gradient_tensors(output: Any) -> list[torch.Tensor]:
     for value in _tensors(output, _DEPTH):
         if value.requires_grad and not value.is_leaf:
             found.append(value)
-            if len(found) == _MOST_OUTPUTS:
+            if len(found) == (_MOST_OUTPUTS if found[0].ndim else _MOST_BESIDE_LOSS):
                 break
     return found
 
@@ -214,5 +222,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
             inner = value
         elif is_dataclass(value):
             inner = (getattr(value, field.name) for field in fields(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module):
+            inner, depth = vars(value).values(), min(depth, _OBJECT_DEPTH)
         for each in inner:
             yield from _tensors(each, depth - 1)

@@ -10,10 +10,12 @@ import pickle
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.distributions import Independent, Normal
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -131,6 +133,38 @@ def test_outputs_of_any_form(observe, form):
     output.sum().backward()
     loop.optimizer.step()
     assert loop.passes() == one_step(0)
+
+
+@pytest.mark.parametrize(
+    ("form", "loss"),
+    [
+        (lambda y: SimpleNamespace(logits=y), lambda output: output.logits.sum()),
+        (lambda y: Normal(y, 1.0), lambda output: output.rsample().sum()),
+        (
+            lambda y: (Independent(Normal(y, 1.0), 1), None),
+            lambda output: output[0].rsample().sum(),
+        ),
+        (lambda y: [y * n for n in range(12)], lambda output: output[11].sum()),
+        (lambda y: [[[[[y]]]]], lambda output: output[0][0][0][0][0].sum()),
+    ],
+)
+def test_outputs_that_are_many_or_in_objects(observe, form, loss):
+    loop = observe(Model(form))
+    loss(loop.model(torch.ones(2, 3, 4))).backward()
+    loop.optimizer.step()
+    assert loop.passes() == one_step(0)
+
+
+def test_a_backward_pass_that_cannot_be_seen_is_told_once(observe, caplog):
+    loop = observe()
+    kept = []
+    loop.model.form = kept.append
+    for _ in range(2):
+        loop.model(torch.ones(2, 3, 4))
+        kept.pop().sum().backward()
+        loop.optimizer.step()
+    assert [op for _, op, _ in loop.passes()] == 2 * [FORWARD, OPTIMIZER]
+    assert caplog.text.count("its backward pass is not recorded") == 1
 
 
 def halve(y):
