@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from _thread import start_new_thread
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
-from weakref import finalize
+from weakref import WeakSet, finalize, ref
 
 import torch
 
@@ -39,6 +40,9 @@ from ._pipelines import (
     stages_of,
 )
 
+_monitors: WeakSet[InstrumentedMonitor] = WeakSet()
+"""Those that `instrument` has made in this process."""
+
 
 class InstrumentedMonitor(Monitor):
     """Monitor of a loop that `instrument` observes."""
@@ -46,6 +50,7 @@ class InstrumentedMonitor(Monitor):
     _inferred: InferredJob
     _patches: Patches
     _timer: PassTimer
+    _target: Callable[[], Any]
 
     @property
     def job(self) -> Job | None:
@@ -58,6 +63,9 @@ class InstrumentedMonitor(Monitor):
         self._patches.remove()
         _collectives.forget(self._timer)
         self._timer.stop()
+
+    def _observes(self) -> bool:
+        return self._target() is not None and not self._timer.is_stopped
 
     def _record_whole_steps(self, owner: Any, method: str, reason: str) -> None:
         """Record nothing but each call of `owner.method`, as a step whose waiting is unknown, and
@@ -120,6 +128,8 @@ def instrument(
         job=job, layout=layout, microbatches=microbatches, actions=actions, url=url, token=token,
         **options,
     )  # fmt: skip
+    monitor._target = ref(target)
+    _end_earlier(monitor)
     try:
         if is_engine(target):
             _time_engine(target, monitor, lengths)
@@ -196,6 +206,26 @@ def _describe(target: Any, stages: Sequence[Any], rank: int) -> tuple[Schedule, 
     if is_pipeline_engine(target):
         return Schedule.ONE_F_ONE_B, describe_pipeline_engine(target, rank)
     return Schedule.ONE_F_ONE_B, describe_module([target], rank)
+
+
+def _end_earlier(monitor: InstrumentedMonitor) -> None:
+    """End the monitor that an earlier call made for the same target; warn of one for another target
+    under the same name: the sidecar would take both for one."""
+    name, rank, target = monitor._inferred.name, monitor.rank, monitor._target()
+    others = [each for each in list(_monitors) if (each._inferred.name, each.rank) == (name, rank)]
+    _monitors.add(monitor)
+    for other in others:
+        if other._target() is target:
+            other.remove()
+            other._finalizer()  # as where nobody holds it: it sends what is left, and does not wait
+    if any(other._observes() for other in others):
+        gc.collect()  # a model that nobody holds any more may wait for it
+    if any(other._observes() for other in others):
+        monitor._recording.failures.warn_once(
+            "name",
+            f"another model of this process is instrumented as rank {rank} of {name!r}: give each "
+            "its own `job=`",
+        )
 
 
 def _remove_with(target: Any, monitor: InstrumentedMonitor) -> None:

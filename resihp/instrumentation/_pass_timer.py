@@ -34,6 +34,7 @@ class PassTimer:
     measures_waiting  whether all waiting for other ranks is seen; where it is not, the waiting of
                       passes is unknown instead of 0
     on_step_end       called at the end of each step with the number of its forward passes
+    is_stopped        whether no pass begins any more
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class PassTimer:
         self.measures_waiting = measures_waiting
         self.on_step_end: Callable[[int], None] | None = None
         self._passes = self._counted_step = 0
-        self._has_begun = self._has_ended = self._is_stopped = False
+        self._has_begun = self._has_ended = self.is_stopped = False
         self._between_steps = between_steps
         self._stream = -1
         self._data_ns = 0
@@ -60,7 +61,7 @@ class PassTimer:
     def begin(self, op: int, *, chunk: int = 0, index: int = -1, work: Work | None = None) -> int:
         """Begin a pass; return its microbatch. `index` -1: the number of earlier forward passes of
         this step; -1 is returned for a pass that is left to the user's block, and after `stop`."""
-        if self._is_stopped:
+        if self.is_stopped:
             return -1
         recording = self.recording
         if self._open is not None:
@@ -159,7 +160,7 @@ class PassTimer:
     def stop(self) -> None:
         """End the step, and begin no pass from now on, as of outputs from before."""
         self.end_step()
-        self._is_stopped = True
+        self.is_stopped = True
 
     def safely(self, callback: Callable[[*Ts], R]) -> Callable[[*Ts], R | None]:
         """Return `callback` for use in training code: its failure is counted, not raised."""

@@ -41,8 +41,7 @@ class Observed:
             self.optimizer if optimizer else None,
             job="loop",
             client=self.sidecar,
-            rank=0,
-            **options,
+            **{"rank": 0, **options},
         )
 
     def step(self, microbatches: int = 1) -> None:

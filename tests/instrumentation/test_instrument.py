@@ -585,6 +585,39 @@ def test_a_failure_of_instrument_leaves_everything_as_it_was(monkeypatch):
     assert torch.utils.data.DataLoader.__iter__ is load
 
 
+def test_a_second_call_for_a_model_ends_the_first_monitor(observe, caplog):
+    first = observe()
+    first.step()
+    second = observe(first.model)
+    second.step()
+    until(lambda: any(beat.left for beat in first.sidecar.heartbeats))
+    assert first.sidecar.records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER]
+    assert second.passes() == one_step(0)
+    assert not caplog.text
+
+
+def test_models_of_one_process_need_names_of_their_own(observe, caplog):
+    first, second = observe(), observe(rank=1)
+    assert not caplog.text
+    third = observe()
+    assert caplog.text.count("give each its own `job=`") == 1
+    for loop in (first, second, third):
+        loop.step()
+        assert loop.passes() == one_step(0)
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_model_in_place_of_one_that_ended_needs_no_name(observe, caplog, is_removed):
+    first = observe()
+    first.model.cycle = [first.model]
+    if is_removed:
+        first.monitor.remove()
+    else:
+        del first.model
+    observe()
+    assert not caplog.text
+
+
 def test_an_attribute_that_others_have_wrapped_since_is_left_to_them(monkeypatch):
     class Trainer:
         def step(self):
