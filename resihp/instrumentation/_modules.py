@@ -103,7 +103,7 @@ class ModulePasses:
         """Begin a forward pass; return its microbatch, -1 if it is none."""
         timer = self._timer
         if not torch.is_grad_enabled():
-            timer.forget_data()
+            timer.mark_data()
             return -1
         if backward_under_way() >= 0:
             return -1

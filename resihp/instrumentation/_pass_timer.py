@@ -47,7 +47,7 @@ class PassTimer:
         self._has_begun = self._has_ended = self.is_stopped = False
         self._between_steps = between_steps
         self._stream = -1
-        self._data_ns = 0
+        self._data_ns, self._is_data_marked = 0, False
         self._open: Span | None = None
         self._step: StepSpan | None = None
         self._ends_with_backward = False
@@ -233,12 +233,15 @@ class PassTimer:
     def begin_data(self) -> HostSpan | None:
         """Begin to wait for input; None in other threads than the loop's, and inside other blocks.
 
-        The time becomes a record with the next forward pass, unless `forget_data` is called before.
+        The time becomes a record with the next forward pass, unless it was for an evaluation: see
+        `mark_data`.
         """
         recording = self.recording
         outer = recording.open
         if get_ident() != recording.loop_thread or not (outer is None or _is_step(outer)):
             return None
+        if self._is_data_marked:
+            self._data_ns, self._is_data_marked = 0, False
         block = HostSpan(recording, _DATA, -1, 0, -1, None)
         block.__enter__()
         return block
@@ -248,13 +251,14 @@ class PassTimer:
         block.leave()
         self._data_ns += block.own_ns()
 
-    def forget_data(self) -> None:
-        """Drop the waiting for input that was for no training, but for an evaluation."""
-        self._data_ns = 0
+    def mark_data(self) -> None:
+        """Mark the waiting for input so far, as a pass without gradients does: it was for an
+        evaluation, unless a training forward pass comes before another batch is loaded."""
+        self._is_data_marked = True
 
     def _record_data(self) -> None:
         recording, ms = self.recording, self._data_ns * 1e-6
-        self._data_ns = 0
+        self._data_ns, self._is_data_marked = 0, False
         put = recording.put
         put((
             recording.plan_version, recording.step, -1, 0, _DATA, ms, nan, -1, -1, -1, -1, -1, nan,

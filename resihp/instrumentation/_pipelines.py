@@ -78,7 +78,7 @@ class StagePasses:
             index = _argument(args, kwargs, 0, "fwd_chunk_id")
             self._timer.begin(FORWARD, chunk=self._chunk, index=index, work=work)
         else:
-            self._timer.forget_data()
+            self._timer.mark_data()
 
     def _begin_backward(self, args: Arguments, kwargs: Keywords) -> None:
         index = _argument(args, kwargs, 0, "bwd_chunk_id")

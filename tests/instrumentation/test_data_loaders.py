@@ -87,6 +87,28 @@ def test_an_evaluation_leaves_no_data(observe, hands, around_the_loader):
     assert loop.passes() == one_step(0) + one_step(1)
 
 
+def test_a_pass_without_gradients_on_the_same_batch_keeps_its_data(observe, hands):
+    loop = observe(clock=hands.clock)
+    loop.step()
+    slowly = Batches(3, lambda index: hands.pass_ms(20.0))
+    for batch in DataLoader(slowly, batch_size=None):
+        with torch.no_grad():
+            reference = loop.model(batch)
+        (loop.model(batch) - reference).sum().backward()
+        loop.optimizer.step()
+    assert data_of(loop) == [(1, 20.0), (2, 20.0), (3, 20.0)]
+
+
+def test_a_batch_of_an_evaluation_leaves_no_data_to_the_next(observe, hands):
+    loop = observe(clock=hands.clock)
+    loop.step()
+    loader = iter(DataLoader(Batches(3, lambda index: hands.pass_ms(20.0)), batch_size=None))
+    with torch.no_grad():
+        loop.model(next(loader))
+    loop.model(next(loader)).sum().backward()
+    assert data_of(loop) == [(1, 20.0)]
+
+
 def test_loaders_of_other_threads_do_not_count(observe):
     loop = observe()
     loop.step()
