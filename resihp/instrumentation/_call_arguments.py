@@ -92,9 +92,8 @@ def work_of_call(
     tensor = _input(args, kwargs)
     if tensor is None:
         return None
-    if tensor is kwargs.get("input_values") and tensor.ndim == 2:
-        return _rows(*tensor.shape)  # samples of sound
-    return _work_of_shape(tensor)
+    is_sound = "input_values" in kwargs and kwargs["input_values"] is tensor
+    return _rows(*tensor.shape) if is_sound and tensor.ndim == 2 else _work_of_shape(tensor)
 
 
 def _contents(value: Any) -> Mapping[str, Any] | Sequence[Any]:

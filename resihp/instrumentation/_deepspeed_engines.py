@@ -117,6 +117,7 @@ class InstructionPasses:
                 inputs if isinstance(inputs, tuple) else (inputs,),
                 {},
                 self._lengths if engine.is_first_stage() else None,
+                (),
             )
             self._microbatches[buffer] = self._timer.begin(FORWARD, work=work)
 
