@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from resihp.contracts import ContractError, Layout, Plan
+from resihp.contracts import ContractError, JoinRefusedError, Layout, Plan
 from resihp.elastic.ddp.replicas import Replicas
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.testing.local_ranks import LocalRanks
@@ -227,6 +228,41 @@ def run_apart(rank: int, host: str, port: int, case: str, folder: Path) -> None:
             done += 1
     except ContractError as error:
         (folder / f"told-{rank}").write_text(f"{done} {error}")
+
+
+def run_joined(rank: int, host: str, port: int, folder: Path) -> None:
+    """One of two replicas, or a joiner that has a layer frozen."""
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].requires_grad_(rank < 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    environment = Environment(rank, 2, host, port, "joined", False, rank == 2)
+    replicas = Replicas(
+        model, optimizer, microbatches=4, timeouts=TIMEOUTS, environment=environment
+    )
+    try:
+        for step in replicas.steps(10**6):
+            for _ in step:
+                model(torch.ones(2, 4)).square().sum().backward()
+            (folder / f"begun-{rank}").touch()
+            if (folder / "refused").exists() and 2 not in replicas.alive:
+                break
+    except JoinRefusedError as error:
+        (folder / "refused").write_text(f"{rank} {error}")
+
+
+def test_a_joiner_that_trains_other_parameters_ends_alone(tmp_path: Path) -> None:
+    with LocalRanks("joined", tmp_path) as ranks:
+        ranks.start(range(2), run_joined, tmp_path)
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("begun-*"))) < 2:
+            assert time.monotonic() < deadline, ranks.logs()
+            time.sleep(0.02)
+        ranks.start([2], run_joined, tmp_path)
+        assert set(ranks.wait(120).values()) == {0}, ranks.logs()
+    told = (tmp_path / "refused").read_text()
+    assert told.startswith("2 ")
+    assert "set requires_grad alike" in told
 
 
 @pytest.mark.parametrize("case", APART)

@@ -164,6 +164,9 @@ class _ForkedServer:
 if __name__ == "__main__":
     from resihp.launch.supervisor import main
 
+    # As in a terminal; what the tests were started from, such as nohup, may ignore them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.chdir(os.environ.pop(_FOLDER))
     fork_server.start_python = _ForkedServer().start
     sys.exit(main())

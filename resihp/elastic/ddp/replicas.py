@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from resihp.contracts import ContractError, PeerLostError, Plan
+from resihp.contracts import ContractError, JoinRefusedError, PeerLostError, Plan
 
 from ..microbatches.balancing import StepWork, speeds_of_quotas
 from ..microbatches.counts import MicrobatchReport, StepCounts, count_rows, read_counts
@@ -206,16 +206,23 @@ class Replicas:
         self._is_in_step = False
 
     def _compare(self) -> None:
-        """Compare what replicas must have alike, over new groups: their buckets are then alike."""
+        """Compare what replicas must have alike, over new groups: their buckets are then alike.
+
+        Where a job is under way, a joiner that differs ends alone. Its description was compared as
+        it joined.
+        """
         assert self._groups is not None
         group, described = self._groups.data_parallel, zlib.crc32(self._description.encode())
-        numbers = [
-            float(number) for one in (described, self._sums.trained) for number in (one, -one)
-        ]
+        trained = self._sums.trained
+        is_new = self.completed > 0 and self.coordinates.replica in self._membership.without_state
+        own = (-math.inf, -math.inf) if is_new else (trained, -trained)
+        numbers = [described, -described, *own]
         told = torch.tensor(numbers, dtype=torch.float64, device=group.device)
         most, least, most_trained, least_trained = group.all_reduce_max(told).tolist()
         if most != -least:
             raise ContractError("replicas", f"are not alike: this one trains {self._description}")
+        if is_new and trained != most_trained:
+            raise JoinRefusedError(_TRAINED_APART)
         if most_trained != -least_trained:
             raise ContractError("model", _TRAINED_APART)
         self._is_compared = True
