@@ -112,10 +112,7 @@ class Replicas:
             deterministic=deterministic,
             bucket_bytes=bucket_bytes,
         )
-        self._state: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
-        if state and not self._state.keys().isdisjoint(state):
-            raise ContractError("state", "`model` and `optimizer` are taken: use other names")
-        self._state.update(state or {})
+        self._state = _whole_state(model, optimizer, state or {})
         self._optimizers = [
             one for one in self._state.values() if isinstance(one, torch.optim.Optimizer)
         ]
@@ -462,3 +459,13 @@ class Replicas:
             (rendezvous.alive, membership.data_parallel(membership.alive), state),
             is_starting=is_starting,
         )
+
+
+def _whole_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, more: Mapping[str, Stateful]
+) -> dict[str, Stateful]:
+    """What replicas without state get, by name. Raises `ContractError` for a name used twice."""
+    own: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
+    if not own.keys().isdisjoint(more):
+        raise ContractError("state", "`model` and `optimizer` are taken: use other names")
+    return {**own, **more}
