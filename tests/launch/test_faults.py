@@ -81,7 +81,8 @@ class Launcher:
     def until(self, check: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not check():
-            assert time.monotonic() < deadline, self.out + self.err
+            ended = self.process.poll()
+            assert time.monotonic() < deadline, f"status {ended}\n{self.out}{self.err}"
             time.sleep(0.02)
 
     def has_replicas(self, rank: int, count: int) -> Callable[[], bool]:
@@ -156,7 +157,8 @@ from pathlib import Path
 
 try:
     Path(sys.argv[1], "begun").touch()
-    time.sleep(10**6)
+    while True:  # what comes just before one long sleep would be handled after it
+        time.sleep(0.02)
 except KeyboardInterrupt:
     print("saved", flush=True)
     time.sleep(10**6 * int(sys.argv[2]))
