@@ -464,7 +464,7 @@ class Replicas:
 def _whole_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, more: Mapping[str, Stateful]
 ) -> dict[str, Stateful]:
-    """Return what replicas without state get, by name. Raises `ContractError` for a name used twice."""
+    """Return what replicas without state get, by name; `ContractError` for a name used twice."""
     own: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
     if not own.keys().isdisjoint(more):
         raise ContractError("state", "`model` and `optimizer` are taken: use other names")
