@@ -17,10 +17,11 @@ _HELP = """
 Start the **sidecar**: telemetry in, verdicts and plans out.
 
 It listens on `http://127.0.0.1:8700`, with a dashboard at `/` and its API at `/docs`. Its data are
-in Redis: the server given by `--redis` or `REDIS_URL`, else an embedded one in the data folder, so
-that nothing else needs to be installed.
+in Redis: the server given by `--redis`, `RESIHP_REDIS_URL` or `REDIS_URL`, else an embedded one in
+the data folder, so that nothing else needs to be installed.
 
-Point a training job at it with `resihp.Monitor(job=job, url="http://127.0.0.1:8700")`.
+Training jobs on this machine find it: `resihp.instrument(model, optimizer)`; others by `url=...` or
+`RESIHP_URL`.
 
 **Examples**
 
@@ -29,8 +30,8 @@ Point a training job at it with `resihp.Monitor(job=job, url="http://127.0.0.1:8
 - `resihp serve --processes 2` — with two API processes on the port
 - `resihp serve --no-worker` and a few `resihp worker` — for many jobs
 
-Each option is also an environment variable with the prefix `RESIHP_` (`RESIHP_PORT`). Limits and
-thresholds are environment variables only (`RESIHP_MAX_JOBS`, `RESIHP_MIN_SLOWDOWN`): see
+Each other option is also an environment variable with the prefix `RESIHP_` (`RESIHP_PORT`). Limits
+and thresholds are environment variables only (`RESIHP_MAX_JOBS`, `RESIHP_MIN_SLOWDOWN`): see
 `docs/service.md`.
 
 Exit status: 0 when stopped by a signal, 2 with one clear line when it cannot start.
@@ -42,7 +43,7 @@ Data = Annotated[
 ]
 Redis = Annotated[
     str | None,
-    typer.Option(help="URL of a Redis, e.g. redis://host:6379/0.", envvar="REDIS_URL"),
+    typer.Option(help="URL of a Redis, e.g. redis://host:6379/0."),
 ]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 LogFormat = Annotated[str | None, typer.Option(help="console or json (one object a line).")]

@@ -13,6 +13,8 @@ from resihp.contracts.node_memory import NODE_MEMORY, MemoryServers
 from .attempts import Attempt
 from .options import Options
 
+_UNLIMITED = 2**31 - 1  # restarts, for scripts that read the number
+
 
 class RankEnvironment:
     """Variables of this node's ranks: those of torchrun, and those of ResiHP.
@@ -51,7 +53,7 @@ class RankEnvironment:
         """
         options = self._options
         ranks = str(attempt.world_size)
-        restarts = "none" if options.max_restarts is None else str(options.max_restarts)
+        restarts = str(_UNLIMITED if options.max_restarts is None else options.max_restarts)
         plan = {"RESIHP_PLAN": str(self._plan_file(attempt))} if attempt.plan else {}
         return {
             **plan,

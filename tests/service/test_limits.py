@@ -413,9 +413,12 @@ def test_two_jobs_do_not_mix(tmp_path):
         (["--redis", "redis://127.0.0.1:1"], "cannot reach Redis"),
         (["--redis", "db:6379"], "not a Redis URL: db:6379"),
         (["--port", "70000"], "port"),
+        ([], "not a Redis URL: of-resihp"),
     ],
 )
-def test_the_command_refuses_in_one_line(tmp_path, arguments, words):
+def test_the_command_refuses_in_one_line(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.setenv("RESIHP_REDIS_URL", "of-resihp")  # before that of another program
+    monkeypatch.setenv("REDIS_URL", "of-another-program")
     command = [sys.executable, "-m", "resihp.cli", "serve", "--data", str(tmp_path), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
