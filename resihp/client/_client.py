@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from numbers import Integral, Real
 from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
@@ -243,8 +244,8 @@ class Client:
         return value
 
     def _send(self, method: str, path: str, document: Any) -> _Answer:
-        body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        return self._request(method, path, body=body, headers=_JSON)
+        body = json.dumps(document, separators=(",", ":"), allow_nan=False, default=_plain)
+        return self._request(method, path, body=body.encode(), headers=_JSON)
 
     def _request(
         self,
@@ -318,6 +319,15 @@ def _is_address(url: str) -> bool:
 
 def _path(job: str, *parts: str) -> str:
     return "/".join(["/v1/jobs", quote(job, safe=""), *parts])
+
+
+def _plain(value: object) -> int | float:
+    """The plain number for one of numpy. Raises `TypeError` for what is none."""
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def _heartbeat_document(heartbeat: Heartbeat) -> dict[str, Any]:

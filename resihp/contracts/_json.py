@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
+from ._numbers import kind_name, number, whole_number
 from .errors import ContractError
 
 T = TypeVar("T")
-_MOST = 2**63 - 1  # what other programs read as a whole number
 OMIT_EMPTY = "omit empty"
 """In a field's metadata: documents leave it out where it is empty."""
 
@@ -65,7 +64,7 @@ def _converter(kind: Any) -> _Convert:
         return _DataclassConverter(kind)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return _enum(kind)
-    scalars: dict[Any, _Convert] = {int: _whole_number, float: _number, Any: _any}
+    scalars: dict[Any, _Convert] = {int: whole_number, float: number, Any: _any}
     return scalars.get(kind) or _instance(kind)
 
 
@@ -91,7 +90,7 @@ def _tuple(args: tuple[Any, ...]) -> _Convert:
 
     def convert(value: Any) -> tuple[Any, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ContractError("", f"must be a list, not {_name(value)}")
+            raise ContractError("", f"must be a list, not {kind_name(value)}")
         by_place = converters * len(value) if is_open else converters
         if len(by_place) != len(value):
             raise ContractError("", f"must hold {len(by_place)} values, not {len(value)}")
@@ -119,7 +118,7 @@ def _mapping(key_kind: Any, kind: Any) -> _Convert:
 
     def convert(value: Any) -> dict[Any, Any]:
         if not isinstance(value, Mapping):
-            raise ContractError("", f"must be an object, not {_name(value)}")
+            raise ContractError("", f"must be an object, not {kind_name(value)}")
         return {
             _within(str(key), key_of, key): _within(str(key), convert_item, item)
             for key, item in value.items()
@@ -151,7 +150,7 @@ class _DataclassConverter:
 
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, Mapping):
-            raise ContractError("", f"must be an object, not {_name(value)}")
+            raise ContractError("", f"must be an object, not {kind_name(value)}")
         fields = self._fields
         for key in value:
             if key not in fields:
@@ -174,26 +173,6 @@ def _enum(kind: type[enum.Enum]) -> _Convert:
     return convert
 
 
-def _number(value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ContractError("", f"must be a number, not {_name(value)}")
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number beyond all floats
-        number = math.inf
-    if not math.isfinite(number):
-        raise ContractError("", "must be finite")
-    return number
-
-
-def _whole_number(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ContractError("", f"must be a whole number, not {_name(value)}")
-    if not -_MOST <= value <= _MOST:
-        raise ContractError("", f"must be at most {_MOST}")
-    return value
-
-
 def _any(value: Any) -> Any:
     return value
 
@@ -203,7 +182,7 @@ def _instance(kind: Any) -> _Convert:
 
     def convert(value: Any) -> Any:
         if not isinstance(value, kind):
-            raise ContractError("", f"must be {words}, not {_name(value)}")
+            raise ContractError("", f"must be {words}, not {kind_name(value)}")
         return value
 
     return convert
@@ -213,7 +192,3 @@ def _join(path: str, name: str) -> str:
     if not path or not name:
         return path or name
     return f"{path}{name}" if name.startswith("[") else f"{path}.{name}"
-
-
-def _name(value: Any) -> str:
-    return "null" if value is None else type(value).__name__

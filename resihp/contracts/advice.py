@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from resihp.formatting import listed, noun_for, rank_list, ratio
 
+from ._numbers import make_plain, number, whole_numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
@@ -29,6 +31,11 @@ class Advice:
     step_ms: float | None
     without_ms: float | None
     replaced_ms: float
+
+    def __post_init__(self) -> None:
+        make_plain(self, whole_numbers, "ranks", "stopped", "others", "nodes", least=0)
+        make_plain(self, number, "step_ms", "without_ms", optional=True)
+        make_plain(self, number, "replaced_ms")
 
     @property
     def gain(self) -> float | None:

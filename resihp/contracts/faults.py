@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import inf
 
+from ._numbers import make_plain, number, whole_number
 from .errors import ContractError
 
 
@@ -21,9 +21,9 @@ class FaultRate:
     observed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.prior_mtbf_s < inf or self.faults < 0 or not 0.0 <= self.observed_s < inf:
-            reason = "prior_mtbf_s must be above 0, what was seen 0 or more, both finite"
-            raise ContractError("faults", reason)
+        make_plain(self, number, "prior_mtbf_s", above=0.0)
+        make_plain(self, whole_number, "faults", least=0)
+        make_plain(self, number, "observed_s", least=0.0)
 
     @property
     def mtbf_s(self) -> float:
@@ -50,7 +50,8 @@ class Protection:
     cost_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.cost_s <= self.interval_s:
+        make_plain(self, number, "interval_s", "cost_s", least=0.0)
+        if self.cost_s > self.interval_s:
             raise ContractError("cost_s", "must be from 0 to interval_s")
 
     def horizon_steps(self, step_s: float) -> int:

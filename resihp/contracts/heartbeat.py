@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import ContractError
+from ._numbers import make_plain, number, whole_number, whole_numbers
 from .sensors import SensorSample
 from .telemetry import Op
 
@@ -29,10 +29,9 @@ class TrainingPosition:
     for_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.step < 0 or self.passes < 0 or self.microbatch < -1:
-            raise ContractError("step", "step and passes must be 0 or more, microbatch -1 or more")
-        if not 0.0 <= self.for_s < float("inf"):
-            raise ContractError("for_s", f"must be 0 or more seconds, not {self.for_s}")
+        make_plain(self, whole_number, "step", "passes", least=0)
+        make_plain(self, whole_number, "microbatch", least=-1)
+        make_plain(self, number, "for_s", least=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +61,8 @@ class Heartbeat:
     error: str = ""
     stack: tuple[str, ...] = ()
     collective: str = ""
+
+    def __post_init__(self) -> None:
+        make_plain(self, whole_numbers, "ranks", least=0)
+        make_plain(self, whole_number, "sequence", least=0)
+        make_plain(self, whole_number, "step", optional=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import inf
-from numbers import Integral
 
+from ._numbers import checked, make_plain, number, whole_number, whole_numbers
 from .errors import ContractError
 from .faults import Protection
 from .layout import Layout, Schedule
@@ -60,8 +59,9 @@ class ModelShape:
     head_dim: int = 0
 
     def __post_init__(self) -> None:
-        _require_positive(self, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-        _require_not_negative(self, "head_dim")
+        sizes = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        make_plain(self, whole_number, *sizes, least=1)
+        make_plain(self, whole_number, "head_dim", least=0)
         if self.heads % self.kv_heads:
             raise ContractError("kv_heads", f"must divide heads ({self.heads})")
         if not self.head_dim:
@@ -98,8 +98,8 @@ class LayerCost:
     step_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_positive(self, "forward_ms", "backward_ms", least=_LEAST_MS)
-        _require_not_negative(self, "fixed_ms", "embedding_ms", "head_ms", "step_ms")
+        make_plain(self, number, "forward_ms", "backward_ms", above=_LEAST_MS)
+        make_plain(self, number, "fixed_ms", "embedding_ms", "head_ms", "step_ms", least=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class RankAmount:
     whole: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_not_negative(self, "split", "whole")
+        make_plain(self, number, "split", "whole", least=0.0)
 
     def of_share(self, share: float) -> float:
         """Amount on a rank with this share."""
@@ -167,13 +167,11 @@ class Memory:
     update: RankAmount = field(default_factory=RankAmount)
 
     def __post_init__(self) -> None:
-        _require_not_negative(self, "boundary_bytes")
-        _require_not_negative(self, "reduce_bytes_per_param", "update_bytes_per_param")
-        if self.budget_bytes is not None:
-            _require_positive(self, "budget_bytes")
-        _require_not_negative(self, "bytes_per_param", "optimizer_bytes_per_param")
-        if self.activation_bytes_per_layer is not None:
-            _require_not_negative(self, "activation_bytes_per_layer")
+        make_plain(self, whole_number, "budget_bytes", least=1, optional=True)
+        make_plain(self, whole_number, "activation_bytes_per_layer", least=0, optional=True)
+        make_plain(self, number, "bytes_per_param", "optimizer_bytes_per_param", least=0.0)
+        make_plain(self, number, "reduce_bytes_per_param", "update_bytes_per_param", least=0.0)
+        make_plain(self, number, "boundary_bytes", least=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +184,9 @@ class Links:
     latency_ms: float = 0.01
 
     def __post_init__(self) -> None:
-        _require_positive(self, "ranks_per_node", "intra_gbytes_per_s", "inter_gbytes_per_s")
-        _require_not_negative(self, "latency_ms")
+        make_plain(self, whole_number, "ranks_per_node", least=1)
+        make_plain(self, number, "intra_gbytes_per_s", "inter_gbytes_per_s", above=0.0)
+        make_plain(self, number, "latency_ms", least=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +232,10 @@ class Job:
     actions: tuple[Action, ...] = (Action.LAYOUT, Action.QUOTAS)
 
     def __post_init__(self) -> None:
-        _require_positive(self, "microbatches", "chunks")
-        for limit in ("max_in_flight", "tokens_per_microbatch"):
-            if getattr(self, limit) is not None:
-                _require_positive(self, limit)
+        make_plain(self, whole_number, "microbatches", "chunks", least=1)
+        limits = ("max_in_flight", "tokens_per_microbatch")
+        make_plain(self, whole_number, *limits, least=1, optional=True)
+        make_plain(self, whole_numbers, "quotas", least=0)
         object.__setattr__(self, "actions", Action.ordered(self.actions))
         object.__setattr__(self, "layout", self.layout.under(None))
         if not self.name or self.name != acceptable_name(self.name):
@@ -253,9 +252,8 @@ class Job:
             raise ContractError("chunks", f"is {self.chunks}, but the layout's stages hold {held}")
         if not self.quotas:
             object.__setattr__(self, "quotas", even_quotas(self.microbatches, self.layout.dp))
-        if len(self.quotas) != self.layout.dp or not all(map(_is_count, self.quotas)):
-            problem = "must have one whole number, 0 or more, for each replica"
-            raise ContractError("quotas", problem)
+        if len(self.quotas) != self.layout.dp:
+            raise ContractError("quotas", "must have one entry for each replica")
         if Schedule.INTERLEAVED in self.schedules:
             raise ContractError("schedules", "plans cannot be made for interleaved stages")
         if sum(self.quotas) != self.microbatches:
@@ -285,24 +283,6 @@ def acceptable_name(name: str) -> str:
 
 def even_quotas(microbatches: int, replicas: int) -> tuple[int, ...]:
     """`microbatches` spread over `replicas` as evenly as they go, the larger parts first."""
-    if replicas < 1:
-        raise ContractError("replicas", f"must be 1 or more, not {replicas}")
-    size, extra = divmod(microbatches, replicas)
+    replicas = checked("replicas", whole_number, replicas, least=1)
+    size, extra = divmod(checked("microbatches", whole_number, microbatches, least=0), replicas)
     return tuple(size + (index < extra) for index in range(replicas))
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and int(value) >= 0
-
-
-def _require_positive(value: object, *names: str, least: float = 0.0) -> None:
-    for name in names:
-        if not least < getattr(value, name) < inf:
-            problem = f"must be above {least:g} and finite, not {getattr(value, name)}"
-            raise ContractError(name, problem)
-
-
-def _require_not_negative(value: object, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(value, name) < inf:
-            raise ContractError(name, f"must be 0 or more and finite, not {getattr(value, name)}")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from numbers import Integral
 
 from ._json import OMIT_EMPTY
+from ._numbers import checked, make_plain, whole_number, whole_numbers
 from .errors import ContractError
 
 LAST_RANK = 2**31 - 1  # what a record can name
@@ -43,21 +43,19 @@ class Stage:
     more_layers: tuple[tuple[int, int], ...] = field(default=(), metadata={OMIT_EMPTY: True})
 
     def __post_init__(self) -> None:
+        numbers = (*self.ranks, *self.layers, *self.shares)
+        if self.more_layers or set(map(type, numbers)) != {int}:  # plain in most of many stages
+            make_plain(self, whole_numbers, "ranks", "layers", "shares")
+            make_plain(self, _ranges, "more_layers")
         if not self.ranks:
             raise ContractError("ranks", "a stage needs at least one rank")
-        for name, values in (("ranks", self.ranks), ("shares", self.shares)):
-            kinds = set(map(type, values))
-            if not all(issubclass(kind, Integral) for kind in kinds):
-                raise ContractError(name, "must be whole numbers")
-            if kinds - {int}:  # numpy's are not JSON
-                object.__setattr__(self, name, tuple(map(int, values)))
         if min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
             raise ContractError("ranks", "must be distinct and 0 or more")
         if max(self.ranks) > LAST_RANK:
             raise ContractError("ranks", f"must be at most {LAST_RANK}")
-        for start, stop in self.chunks:
-            if not 0 <= start <= stop:
-                raise ContractError("layers", f"must be a half-open range, not [{start}, {stop})")
+        for chunk in self.chunks:
+            if len(chunk) != 2 or not 0 <= chunk[0] <= chunk[1]:
+                raise ContractError("layers", f"must be a half-open range, not {chunk}")
         if not self.shares:
             object.__setattr__(self, "shares", (1,) * len(self.ranks))
         if len(self.shares) != len(self.ranks):
@@ -115,11 +113,12 @@ class Replica:
                 layer = stop
 
     def _check_in_flight(self) -> None:
+        make_plain(self, whole_numbers, "in_flight", least=1)
         counts = self.in_flight
         if len(counts) != len(self.stages) or self.chunks > 1:
             raise ContractError("in_flight", "must have one entry for each stage, of one chunk")
-        if min(counts) < 1 or sorted(counts, reverse=True) != list(counts):
-            raise ContractError("in_flight", "must be 1 or more, and no more than in stages before")
+        if sorted(counts, reverse=True) != list(counts):
+            raise ContractError("in_flight", "must be no more than in stages before")
 
     @property
     def layers(self) -> int:
@@ -167,14 +166,14 @@ class Layout:
         Layers and `units` (of a tensor-parallel share; default `tp`) are spread as evenly as they
         go, the larger parts first; over `chunks` model chunks in each stage, if it is interleaved.
         """
-        if min(dp, pp, tp) < 1:
-            raise ContractError("dp, pp, tp", "must be 1 or more")
-        if chunks < 1:
-            raise ContractError("chunks", f"must be 1 or more, not {chunks}")
-        if (units or tp) < tp:
+        dp, pp, tp = checked("dp, pp, tp", whole_numbers, (dp, pp, tp), least=1)
+        layers = checked("layers", whole_number, layers, least=0)
+        chunks = checked("chunks", whole_number, chunks, least=1)
+        units = checked("units", whole_number, units or tp)
+        if units < tp:
             raise ContractError("tp", f"{tp} ranks cannot share {units} units")
         spans = list(pairwise(_bounds(layers, pp * chunks)))
-        edges = _bounds(units or tp, tp)
+        edges = _bounds(units, tp)
         shares = tuple(stop - start for start, stop in pairwise(edges))
         return cls(
             tuple(
@@ -255,6 +254,10 @@ class Place:
     dp: int
     pp: int
     tp: int
+
+
+def _ranges(chunks: Iterable[Iterable[object]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(whole_numbers, chunks))
 
 
 def _bounds(total: int, parts: int) -> list[int]:

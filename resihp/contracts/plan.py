@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from math import inf
 
 from ._json import OMIT_EMPTY, to_json
+from ._numbers import make_plain, number, whole_number, whole_numbers
 from .errors import ContractError
 from .job import Action
 from .layout import Layout, Schedule
@@ -37,15 +37,11 @@ class Plan:
     action: Action | None = field(default=None, metadata={OMIT_EMPTY: True})
 
     def __post_init__(self) -> None:
-        if self.version < 0:
-            raise ContractError("version", "must be 0 or more")
-        if self.from_step < 0:
-            raise ContractError("from_step", "must be 0 or more")
-        for name, value in (("step_ms", self.step_ms), ("bound_ms", self.bound_ms)):
-            if not 0.0 <= value < inf:
-                raise ContractError(name, f"must be 0 or more and finite, not {value}")
-        if len(self.quotas) != self.layout.dp or min(self.quotas) < 0:
-            raise ContractError("quotas", "must have one entry, 0 or more, for each replica")
+        make_plain(self, whole_number, "version", "from_step", least=0)
+        make_plain(self, number, "step_ms", "bound_ms", least=0.0)
+        make_plain(self, whole_numbers, "quotas", least=0)
+        if len(self.quotas) != self.layout.dp:
+            raise ContractError("quotas", "must have one entry for each replica")
         object.__setattr__(self, "layout", self.layout.under(self.schedule))
 
     @property

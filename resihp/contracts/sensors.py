@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from ._numbers import make_plain, number
 from .errors import ContractError
 
 MOST_READING = 1e12
@@ -67,11 +68,11 @@ class SensorSample:
     xid: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.seconds <= MOST_READING:
-            raise ContractError("seconds", f"must be above 0, not {self.seconds}")
-        for name, value in self.readings().items():
-            if not 0.0 <= value <= MOST_READING:
-                raise ContractError(name, f"must be between 0 and {MOST_READING:g}, not {value}")
+        make_plain(self, number, "seconds", above=0.0)
+        make_plain(self, number, *self.readings(), least=0.0)
+        for name, value in vars(self).items():
+            if value is not None and value > MOST_READING:
+                raise ContractError(name, f"must be at most {MOST_READING:g}, not {value}")
 
     def readings(self) -> dict[str, float]:
         """The readings by the names of their sensors, without those that were not measured."""

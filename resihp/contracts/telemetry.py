@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._numbers import make_plain, whole_number
 from .errors import ContractError
 
 
@@ -110,12 +111,7 @@ class TelemetryBatch:
             object.__setattr__(self, name, _column(name, getattr(self, name), size))
         _check_values(self)
         for name, most in _MOST.items():
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
-                raise ContractError(name, "must be a whole number, 0 or more")
-            if value > most:
-                raise ContractError(name, f"must be at most {most}")
-            object.__setattr__(self, name, int(value))
+            make_plain(self, whole_number, name, least=0, most=most)
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Take the values of a pickled batch or of a copied one, whose arrays can be written."""

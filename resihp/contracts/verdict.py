@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import inf
 
+from ._numbers import make_plain, number, whole_number, whole_numbers
 from .errors import ContractError
 
 
@@ -31,11 +31,12 @@ class Cause(StrEnum):
     HOST = "host"
 
 
-def _check_slowdown(slowdown: float) -> None:
-    if not 0.0 <= slowdown < inf:  # nor NaN
-        raise ContractError(
-            "slowdown", f"must be a factor of 0 or more, and finite, not {slowdown}"
-        )
+def _numbers(values: Iterable[object]) -> tuple[float, ...]:
+    return tuple(map(number, values))
+
+
+def _number_of_each(values: Mapping[Cause, object]) -> dict[Cause, float]:
+    return {cause: number(value) for cause, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +61,11 @@ class Verdict:
     step: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ContractError("rank", "must be 0 or more")
-        _check_slowdown(self.slowdown)
+        make_plain(self, whole_number, "rank", least=0)
+        make_plain(self, whole_number, "since_step", "step", optional=True)
+        make_plain(self, number, "slowdown", least=0.0, what="a factor")
+        make_plain(self, number, "confidence")
+        make_plain(self, _numbers, "interval", optional=True)
         if not 0.0 <= self.confidence <= 1.0:
             raise ContractError("confidence", "must be between 0 and 1")
 
@@ -92,9 +95,13 @@ class LinkVerdict:
     since_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ContractError("rank", "must be 0 or more")
-        _check_slowdown(self.slowdown)
+        make_plain(self, whole_number, "rank", least=0)
+        make_plain(self, whole_number, "peer")
+        make_plain(self, whole_number, "since_step", optional=True)
+        make_plain(self, whole_numbers, "group", least=0)
+        make_plain(self, number, "slowdown", least=0.0, what="a factor")
+        make_plain(self, number, "confidence")
+        make_plain(self, number, "since_s", optional=True)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -120,4 +127,6 @@ class Diagnosis:
     detail: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_slowdown(self.slowdown)
+        make_plain(self, number, "slowdown", least=0.0, what="a factor")
+        make_plain(self, whole_number, "steps")
+        make_plain(self, _number_of_each, "attribution")

@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager, suppress
 from itertools import count
 
+import numpy as np
 import pytest
 
 from resihp import Client, Monitor
@@ -71,6 +72,29 @@ def test_heartbeat_failure_and_acknowledgement(client, service):
         {"rank": 0, "step": 40, "state": "applied", "detail": "", "pause_ms": 12.5},
         {"rank": 1, "step": None, "state": "refused", "detail": "no memory", "pause_ms": None},
     ]
+
+
+def test_numbers_of_numpy_are_sent_as_plain_ones(client, service):
+    one, ms = np.int64(1), np.float32(12.5)
+    job = Job(name="j", layout=LAYOUT, microbatches=np.int64(8))
+    client.register(job)
+    client.heartbeat("j", ranks=np.arange(2), step=one)
+    client.report_failure("j", ranks=np.arange(2), step=one, plan_version=one, reported_by=one)
+    client.announce_joiners("j", ranks=np.arange(2), step=one)
+    client.answer_probe("j", probe="p", rank=one, ms=ms)
+    client.acknowledge("j", one, rank=one, step=one, pause_ms=ms)
+    client.tell_plan("j", PLAN, lost=np.arange(2))
+    sent = [asked.json for asked in service.asked]
+    assert sent == [
+        to_json(job),
+        {"ranks": [0, 1], "step": 1},
+        {"ranks": [0, 1], "step": 1, "plan_version": 1, "reported_by": 1, "detail": ""},
+        {"ranks": [0, 1], "step": 1},
+        {"rank": 1, "ms": 12.5, "detail": ""},
+        {"rank": 1, "step": 1, "state": "applied", "detail": "", "pause_ms": 12.5},
+        {"plan": to_json(PLAN), "lost": [0, 1]},
+    ]
+    assert service.asked[5].path == "/v1/jobs/j/plan/1/ack"
 
 
 def test_verdicts_and_diagnosis(client, service):

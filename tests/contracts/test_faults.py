@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,7 +47,16 @@ def test_a_checkpoint_costs_no_more_than_its_interval(wrong: dict[str, float]) -
         Protection(**wrong)
 
 
-@pytest.mark.parametrize("wrong", [(0.0,), (math.inf,), (1.0, -1), (1.0, 0, math.inf)])
-def test_a_rate_is_of_finite_times(wrong: tuple[float, ...]) -> None:
-    with pytest.raises(ContractError, match="prior_mtbf_s"):
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ((0.0,), "prior_mtbf_s"),
+        ((math.inf,), "prior_mtbf_s"),
+        ((1.0, -1), "faults"),
+        ((1.0, 0, math.inf), "observed_s"),
+    ],
+)
+def test_a_rate_is_of_finite_times(wrong: tuple[Any, ...], field: str) -> None:
+    with pytest.raises(ContractError) as caught:
         FaultRate(*wrong)
+    assert caught.value.field == field
