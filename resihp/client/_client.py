@@ -331,7 +331,9 @@ def _plain(value: object) -> int | float:
 
 
 def _heartbeat_document(heartbeat: Heartbeat) -> dict[str, Any]:
-    document = {key: value for key, value in to_json(heartbeat).items() if value}
+    usual = {field.name: field.default for field in fields(heartbeat)}
+    given = to_json(heartbeat)
+    document = {key: given[key] for key in usual if getattr(heartbeat, key) != usual[key]}
     if heartbeat.sensors is not None:
         readings = heartbeat.sensors.readings()
         document["sensors"] = {"seconds": heartbeat.sensors.seconds, **readings}

@@ -74,6 +74,12 @@ def test_heartbeat_failure_and_acknowledgement(client, service):
     ]
 
 
+def test_a_heartbeat_of_the_first_step_names_it(client, service):
+    client.heartbeat("j", ranks=[0], step=0)
+    client.heartbeat("j", ranks=[0])
+    assert [asked.json for asked in service.asked] == [{"ranks": [0], "step": 0}, {"ranks": [0]}]
+
+
 def test_numbers_of_numpy_are_sent_as_plain_ones(client, service):
     one, ms = np.int64(1), np.float32(12.5)
     job = Job(name="j", layout=LAYOUT, microbatches=np.int64(8))
