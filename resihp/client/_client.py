@@ -386,10 +386,7 @@ def _advice(document: Any) -> Advice | None:
 
 def _read(cls: type[T], document: Any) -> T:
     """Read `cls` from JSON; fields of a newer sidecar are ignored."""
-    if isinstance(document, Mapping):
-        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-        document = {key: value for key, value in document.items() if key in known}
     try:
-        return from_json(cls, document)
+        return from_json(cls, document, skip_unknown=True)
     except ContractError as error:
         raise ServiceError(f"the answer is no {cls.__name__}: {error}") from None

@@ -1,7 +1,8 @@
 """Strict conversion between frozen dataclasses and plain JSON values.
 
 Unknown, missing and ill-typed fields raise `ContractError` with the dotted path of the field,
-so that a person who wrote the document by hand finds the place.
+so that a person who wrote the document by hand finds the place. A client of a newer sidecar skips
+the unknown ones.
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def from_json(cls: type[T], value: Any, path: str = "") -> T:
-    """The instance of `cls` that `value` describes. Raises `ContractError` naming the field."""
+def from_json(cls: type[T], value: Any, path: str = "", *, skip_unknown: bool = False) -> T:
+    """The instance of `cls` that `value` describes. Raises `ContractError` naming the field.
+
+    skip_unknown  fields that are not known count for nothing, at any depth: those of a newer writer
+    """
     try:
-        return typing.cast(T, _converter(typing.cast(Hashable, cls))(value))
+        return typing.cast(T, _converter(typing.cast(Hashable, cls), skip_unknown)(value))
     except ContractError as error:
         raise ContractError(_join(path, error.field), error.problem) from None
 
@@ -52,27 +56,27 @@ _Convert = Callable[[Any], Any]
 
 
 @cache
-def _converter(kind: Any) -> _Convert:
+def _converter(kind: Any, skip_unknown: bool) -> _Convert:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _optional(kind, args)
+        return _optional(kind, args, skip_unknown)
     if origin is tuple:
-        return _tuple(args)
+        return _tuple(args, skip_unknown)
     if origin is not None and issubclass(origin, Mapping):
-        return _mapping(*args)
+        return _mapping(args[0], args[1], skip_unknown)
     if dataclasses.is_dataclass(kind):
-        return _DataclassConverter(kind)
+        return _DataclassConverter(kind, skip_unknown)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return _enum(kind)
     scalars: dict[Any, _Convert] = {int: whole_number, float: number, Any: _any}
     return scalars.get(kind) or _instance(kind)
 
 
-def _optional(kind: Any, args: tuple[Any, ...]) -> _Convert:
+def _optional(kind: Any, args: tuple[Any, ...], skip_unknown: bool) -> _Convert:
     options = [option for option in args if option is not type(None)]
     if len(options) != 1 or len(args) != 2:
         raise AssertionError(f"{kind} is not a plain optional")
-    convert = _converter(options[0])
+    convert = _converter(options[0], skip_unknown)
     return lambda value: None if value is None else convert(value)
 
 
@@ -84,9 +88,9 @@ def _within(place: str, convert: _Convert, value: Any) -> Any:
         raise ContractError(_join(place, error.field), error.problem) from None
 
 
-def _tuple(args: tuple[Any, ...]) -> _Convert:
+def _tuple(args: tuple[Any, ...], skip_unknown: bool) -> _Convert:
     is_open = len(args) == 2 and args[1] is Ellipsis
-    converters = [_converter(kind) for kind in (args[:1] if is_open else args)]
+    converters = [_converter(kind, skip_unknown) for kind in (args[:1] if is_open else args)]
 
     def convert(value: Any) -> tuple[Any, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence):
@@ -104,8 +108,8 @@ def _tuple(args: tuple[Any, ...]) -> _Convert:
     return convert
 
 
-def _mapping(key_kind: Any, kind: Any) -> _Convert:
-    convert_key, convert_item = _converter(key_kind), _converter(kind)
+def _mapping(key_kind: Any, kind: Any, skip_unknown: bool) -> _Convert:
+    convert_key, convert_item = _converter(key_kind, skip_unknown), _converter(kind, skip_unknown)
 
     def key_of(key: Any) -> Any:
         """JSON keys are strings; integer keys are written in decimal."""
@@ -131,13 +135,14 @@ class _DataclassConverter:
     """Converts objects to instances of a dataclass, whose fields are looked at once it is used: it
     may hold others of its kind."""
 
-    def __init__(self, cls: Any) -> None:
-        self._cls = cls
+    def __init__(self, cls: Any, skip_unknown: bool) -> None:
+        self._cls, self._skip_unknown = cls, skip_unknown
 
     @cached_property
     def _fields(self) -> dict[str, _Convert]:
         hints = typing.get_type_hints(self._cls)
-        return {f.name: _converter(hints[f.name]) for f in dataclasses.fields(self._cls) if f.init}
+        taken = [f.name for f in dataclasses.fields(self._cls) if f.init]
+        return {name: _converter(hints[name], self._skip_unknown) for name in taken}
 
     @cached_property
     def _required(self) -> list[str]:
@@ -152,6 +157,8 @@ class _DataclassConverter:
         if not isinstance(value, Mapping):
             raise ContractError("", f"must be an object, not {kind_name(value)}")
         fields = self._fields
+        if self._skip_unknown:
+            value = {key: value[key] for key in value if key in fields}
         for key in value:
             if key not in fields:
                 known = ", ".join(fields)

@@ -134,6 +134,25 @@ def test_plan(client, service):
     ]
 
 
+def test_fields_of_a_newer_sidecar_are_skipped_at_any_depth(client, service):
+    document = to_json(PLAN)
+    for part in (
+        document,
+        document["layout"],
+        document["layout"]["replicas"][0],
+        document["layout"]["replicas"][1]["stages"][0],
+    ):
+        part["of_next_year"] = {"ranks": [1]}
+    service.answer(200, document)
+    assert client.plan("j") == PLAN
+    with pytest.raises(ContractError, match="of_next_year: unknown field"):
+        from_json(Plan, document)
+    document["layout"]["replicas"][0]["stages"][0]["ranks"] = ["x"]
+    service.answer(200, document)
+    with pytest.raises(ServiceError, match=r"replicas\[0\]\.stages\[0\]\.ranks\[0\]: must be"):
+        client.plan("j")
+
+
 def test_a_long_poll_may_outlast_the_timeout(service):
     service.delay = threading.Event()
     service.answer(204)
