@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._app import app
+from ._app import app, readable
 
 if TYPE_CHECKING:
     from resihp.demo.training.settings import DemoSettings
@@ -47,7 +47,8 @@ def demo(
     the emulated devices follows what this machine can compute, so that other load does no harm.
 
     Exit status: 0 if the slow rank was named (and no other), the plan was applied live, the kill
-    was survived and the job ran faster after the resize than before; 1 if not.
+    was survived and the job ran faster after the resize than before; 1 if not; 2 if a folder or
+    file cannot be written.
     """
     from resihp.demo.training.settings import DemoSettings
 
@@ -65,9 +66,11 @@ def demo(
             reason = f"the demo has {len(settings.layout.ranks)} ranks, from 0 on"
             raise typer.BadParameter(reason, param_hint=option)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends ranks and sidecar, too
-    folder = out or Path(tempfile.mkdtemp(prefix="resihp-demo-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    trace = trace or folder / "trace.parquet"
+    with readable("demo"):
+        folder = out or Path(tempfile.mkdtemp(prefix="resihp-demo-"))
+        trace = trace or folder / "trace.parquet"
+        for needed in (folder, trace.parent, *([json_path.parent] if json_path else [])):
+            needed.mkdir(parents=True, exist_ok=True)
     raise typer.Exit(0 if _play(settings, folder, json_path, trace) else 1)
 
 
@@ -90,12 +93,13 @@ def _play(settings: DemoSettings, folder: Path, json_path: Path | None, trace: P
         typer.echo(str(error), err=True)
         return False
     report = folder / "report.html"
-    write_report(record, report)
-    plans = [switch.plan for switch in record.switches]
-    write_recording(folder, settings.at(record.flops_per_ms).job(), plans, trace)
-    print_summary(record, report, console)
+    with readable("demo"):
+        write_report(record, report)
+        print_summary(record, report, console)
+        if json_path is not None:
+            document = {**to_json(record), "passed": record.passed}
+            json_path.write_text(json.dumps(document, indent=1))
+        plans = [switch.plan for switch in record.switches]
+        write_recording(folder, settings.at(record.flops_per_ms).job(), plans, trace)
     console.print(f"The job's recording: resihp analyze {trace}", soft_wrap=True)
-    if json_path is not None:
-        document = {**to_json(record), "passed": record.passed}
-        json_path.write_text(json.dumps(document, indent=1))
     return record.passed
