@@ -57,11 +57,15 @@ def model_preset(name: str) -> ModelShape:
 
 def parse_job(text: str) -> Job:
     """Job described by a TOML text. Raises `ContractError` with the dotted field."""
+    return job_of(read_toml(text))
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Content of a TOML text. Raises `ContractError`."""
     try:
-        document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ContractError("", f"not valid TOML: {error}") from None
-    return job_of(document)
 
 
 def job_of(document: Mapping[str, Any]) -> Job:

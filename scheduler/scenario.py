@@ -15,7 +15,6 @@ until_s = 7200                  # healthy again; default: never
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,6 +22,7 @@ from itertools import pairwise
 from resihp.contracts import ContractError, Job, from_json
 
 from .cost_model import layer_cost
+from .job_file import read_toml
 from .migration import migration_ms
 from .policies import PolicyOutcome, policy_outcome
 from .policies.base import Transition, replica_makespans
@@ -118,10 +118,7 @@ class PolicyRun:
 
 def parse_scenario(text: str) -> Scenario:
     """Scenario described by a TOML text. Raises `ContractError` with the dotted field."""
-    try:
-        return from_json(Scenario, tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ContractError("", f"not valid TOML: {error}") from None
+    return from_json(Scenario, read_toml(text))
 
 
 def play_scenario(

@@ -203,6 +203,7 @@ def test_no_plan_names_what_binds(run):
         ),
         ("forward_ms = 1.0", "forward_ms = 1e-320", "cost.forward_ms"),
         ("[layout]", f"extra = {'[' * 5000}\n[layout]", "not valid TOML"),
+        ("layers = 8", f"layers = {'9' * 5000}", "not valid TOML"),
     ],
 )
 def test_a_job_that_cannot_be_planned_is_one_line(run, tmp_path, old, new, said):

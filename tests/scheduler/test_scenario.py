@@ -84,6 +84,8 @@ def test_a_pause_goes_on_through_further_faults():
         (("speed = 0.5", "speed = 2.0"), "fault[0].speed"),
         (("until_s = 1200", "until_s = 1"), "fault[0].until_s"),
         (("rank = 2", "rang = 2"), "fault[1].rang"),
+        (("hours = 1", f"hours = {'[' * 5000}"), ""),
+        (("hours = 1", f"hours = {'9' * 5000}"), ""),
     ],
 )
 def test_what_is_wrong_is_named(change, field):
