@@ -24,6 +24,7 @@ from .api.lag import JobLags
 from .api.metrics import HttpMetrics
 from .api.middleware import RequestMiddleware
 from .api.notifier import Notifier
+from .api.openapi import OpenApiDocument
 from .api.problems import add_problem_handlers
 from .errors import StartError
 from .logs import logger
@@ -87,6 +88,7 @@ def create_app(
     )
     # The packaged Swagger UI does not support 3.1.
     app.openapi_version = "3.0.3"
+    app.openapi = OpenApiDocument(app, needs_token=settings.token is not None)  # type: ignore[method-assign]
     app.state.start_error = None
     app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics, waiting=waiting)
     add_problem_handlers(app)

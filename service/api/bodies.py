@@ -199,19 +199,19 @@ def wire_format(request: Request) -> WireFormat:
 def accepts(model: type[BaseModel], *, once: bool = False) -> dict[str, Any]:
     """Options of a route that answers 202 and validates its body of this model itself; with `once`
     a repetition under the same key has no effect."""
-    extra = _json_body(model.model_json_schema()) | (_RETRY_KEY if once else {})
+    extra = _json_body(_schema(model)) | (_RETRY_KEY if once else {})
     return {"status_code": 202, "openapi_extra": extra}
 
 
 def accepts_heartbeats() -> dict[str, Any]:
     """Options of the route of heartbeats, one or a list of them."""
-    schema = TypeAdapter(HeartbeatBody | HeartbeatList).json_schema()
+    schema = _schema(HeartbeatBody | HeartbeatList)
     return {"status_code": 202, "openapi_extra": _json_body(schema)}
 
 
 def documented_job() -> dict[str, Any]:
     """OpenAPI schema of a job."""
-    return _json_body(TypeAdapter(Job).json_schema())
+    return _json_body(_schema(Job))
 
 
 def documented_telemetry() -> dict[str, Any]:
@@ -227,6 +227,11 @@ def documented_telemetry() -> dict[str, Any]:
         "schema": {"type": "string", "format": "binary"}
     }
     return part
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    """Schema whose definitions `OpenApiDocument` moves to where its references look for them."""
+    return TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")
 
 
 def _json_body(schema: dict[str, Any]) -> dict[str, Any]:

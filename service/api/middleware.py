@@ -23,7 +23,7 @@ from .problems import problem, send_problem
 log = logger("resihp.http")
 
 # Paths without data of a job; all others need the token if one is set.
-_OPEN = (
+OPEN = (
     "/", "/dashboard", "/docs", "/openapi.json", "/healthz", "/v1/healthz", "/livez", "/v1/livez",
 )  # fmt: skip
 _OPEN_FOLDERS = ("/assets/",)
@@ -104,7 +104,7 @@ class RequestMiddleware:
                     self._waiting.remove(stack)
 
     def _may_pass(self, path: str, headers: Headers) -> bool:
-        if self._token is None or path in _OPEN or path.startswith(_OPEN_FOLDERS):
+        if self._token is None or path in OPEN or path.startswith(_OPEN_FOLDERS):
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
         return hmac.compare_digest(given.encode(), self._token) and scheme.lower() == "bearer"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from fakes import HEARTBEAT_TIMEOUT_S
@@ -14,6 +16,7 @@ from resihp.client import Client
 from resihp.contracts import ContractError, Job, Plan, from_json, to_json
 from resihp.contracts.codec import WireFormat
 from resihp.contracts.job import acceptable_name
+from service import Settings, create_app
 from tests.service.conftest import Http, batch_of, eventually, job_of
 
 JSON = {"Content-Type": "application/json"}
@@ -374,6 +377,36 @@ def test_nothing_is_loaded_from_the_net(http: Http):
     assert len(script.data) > 100_000
     paths = http.get("/openapi.json")["paths"]
     assert {"/v1/jobs/{job}/telemetry", "/v1/jobs/{job}/plan", "/v1/healthz"} <= set(paths)
+
+
+def references(part: Any) -> Iterator[str]:
+    """All `$ref` of a part of a document."""
+    for key, value in part.items() if isinstance(part, dict) else ():
+        yield from [value] if key == "$ref" else references(value)
+    for value in part if isinstance(part, list) else ():
+        yield from references(value)
+
+
+def test_schemas_of_the_documentation_can_be_found(tmp_path):
+    for _ in range(2):  # the apps of a process share the routes
+        document = create_app(Settings(data=tmp_path)).openapi()
+        found = set(references(document))
+        assert {f"#/components/schemas/{name}" for name in ("Layout", "Stage", "Links")} <= found
+        for reference in found:
+            part = document
+            for name in reference.removeprefix("#/").split("/"):
+                part = part[name]
+            assert part
+        assert "security" not in document
+
+
+def test_the_documentation_asks_for_the_token_where_one_is_set(tmp_path):
+    document = create_app(Settings(data=tmp_path, token="secret")).openapi()
+    schemes = document["components"]["securitySchemes"]
+    assert schemes == {"token": {"type": "http", "scheme": "bearer"}}
+    assert document["security"] == [{"token": []}]
+    assert document["paths"]["/v1/livez"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/v1/jobs"]["get"]
 
 
 def test_health_and_metrics(http: Http):
