@@ -29,6 +29,7 @@ from .api.problems import add_problem_handlers
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
+from .store.connection import check_redis
 from .store.embedded_redis import EmbeddedRedis
 from .store.http_store import HttpStore
 from .worker.adapters import AdapterFactory, load_adapters
@@ -108,7 +109,7 @@ async def _open(
     if (allowed := allow_open_files(wanted)) < wanted:
         log.warning("few open files for connections (ulimit -n)", files=allowed, wanted=wanted)
     url = _open_redis(stack, settings)
-    await asyncio.to_thread(check_redis, url)
+    await asyncio.to_thread(check_redis, url, answer_s=_REDIS_ANSWER_S)
     client = _connect(stack, url, _CONNECTIONS)
     # On connections of their own, so that watchers that wake together hold up no other request.
     watching = _connect(stack, url, _WATCHING_CONNECTIONS)
@@ -149,17 +150,6 @@ def _connect(stack: contextlib.AsyncExitStack, url: str, connections: int) -> Re
     client = Redis.from_pool(pool)
     stack.push_async_callback(client.aclose)
     return client
-
-
-def check_redis(url: str) -> None:
-    """Connect to Redis and close the connection. Raises `StartError`."""
-    try:
-        with redis.Redis.from_url(url, protocol=2, socket_timeout=_REDIS_ANSWER_S) as client:
-            client.ping()
-    except ValueError as error:
-        raise StartError(f"not a Redis URL: {url}: {error}") from None
-    except redis.RedisError as error:
-        raise StartError(f"cannot reach Redis at {url}: {error}") from None
 
 
 def _open_redis(stack: contextlib.AsyncExitStack, settings: Settings) -> str:

@@ -9,6 +9,10 @@ class StartError(ResiHPError):
     """The sidecar cannot start; the message gives the remedy."""
 
 
+class NoRedisError(StartError):
+    """No Redis answers."""
+
+
 class UnknownJobError(ResiHPError):
     """No job of that name is registered."""
 

@@ -16,11 +16,12 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from .app import check_redis, create_app
+from .app import create_app
 from .connections import TimedConnection
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
+from .store.connection import check_redis
 from .store.embedded_redis import EmbeddedRedis
 from .supervisor import ChildProcess, end
 from .worker.adapters import AdapterFactory, load_adapters

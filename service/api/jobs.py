@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -18,9 +20,20 @@ from .ingest import retry_key
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
+_Item = TypeVar("_Item")
+
 _NO_DIAGNOSIS = {
     "slowdown": 1.0, "root_cause": "none", "attribution": {}, "steps": 0, "detail": [],
 }  # fmt: skip
+
+
+def _page(
+    found: list[_Item], limit: int | None, place: Callable[[_Item], str | int]
+) -> tuple[list[_Item], dict[str, str]]:
+    """The first `limit` of what was found, and the field `next`, the `place` of the last of them,
+    if there are more."""
+    page = found[:limit]
+    return page, {"next": dumps(place(page[-1]))} if len(page) < len(found) else {}
 
 
 @router.put("/{job}", openapi_extra=bodies.documented_job())
@@ -55,7 +68,7 @@ async def list_jobs(
     `limit` so many whose names are above `after`; `next` is the `after` of the next page, if there
     is one."""
     names = [name for name in await ctx.store.names() if name > after]
-    page = names[:limit]
+    page, more = _page(names, limit, str)
     summaries = [
         joined(
             name=dumps(name),
@@ -67,7 +80,6 @@ async def list_jobs(
             page, await ctx.store.statuses(page, "last_step", "devices", "rollout"), strict=True
         )
     ]
-    more = {"next": dumps(page[-1])} if len(page) < len(names) else {}
     content = joined(jobs=b"[%s]" % b",".join(summaries), **more)
 
     async def made() -> bytes:
@@ -154,13 +166,10 @@ async def get_verdicts(
 
     async def content() -> bytes:
         # One more than asked for tells whether there is another page.
-        page = await ctx.store.verdicts(job, after=after, limit=limit and limit + 1)
-        more = {}
-        if limit is not None and len(page) > limit:
-            page = page[:limit]
-            more = {"next": str(page[-1][0])}
-        found = ",".join(text for _, text in page)
-        return joined(job=dumps(job), verdicts=f"[{found}]", **more)
+        found = await ctx.store.verdicts(job, after=after, limit=limit and limit + 1)
+        page, more = _page(found, limit, itemgetter(0))
+        verdicts = ",".join(text for _, text in page)
+        return joined(job=dumps(job), verdicts=f"[{verdicts}]", **more)
 
     return await known.answer(tag, content)
 
@@ -180,11 +189,10 @@ async def get_links(
 
     async def content() -> bytes:
         links, counts = await ctx.store.status(job, "links", "link_counts")
-        found = json.loads(links or "[]")
-        until = len(found) if limit is None else after + limit
-        more = {"next": str(until)} if until < len(found) else {}
-        page = dumps(found[after:until])
-        return joined(job=dumps(job), links=page, counts=counts or "{}", **more)
+        numbered = list(enumerate(json.loads(links or "[]"), 1))
+        page, more = _page(numbered[after:], limit, itemgetter(0))
+        found = dumps([link for _, link in page])
+        return joined(job=dumps(job), links=found, counts=counts or "{}", **more)
 
     return await known.answer(tag, content)
 

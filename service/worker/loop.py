@@ -14,9 +14,10 @@ from dataclasses import replace
 
 import redis
 
-from ..errors import LeaseLostError, StartError
+from ..errors import LeaseLostError, NoRedisError, StartError
 from ..logs import logger
 from ..settings import Settings
+from ..store.connection import check_redis
 from ..store.documents import JobMessage, stream_order
 from ..store.embedded_redis import socket_path
 from ..store.worker_store import Lease, WorkerStore
@@ -335,13 +336,8 @@ def work(
     Raises `StartError` if no Redis answers within `patience_s`.
     """
     url = settings.redis_url or f"unix://{socket_path(settings.data)}"
-    try:
-        client = redis.Redis.from_url(url, protocol=2)
-    except ValueError as error:
-        raise StartError(f"not a Redis URL: {url}: {error}") from None
-    with client:
-        if not _answers(client, url, stop, patience_s):
-            return
+    if not _answers(url, stop, patience_s):
+        return
     os.nice(_NICE)
     # Signal handlers run in the main thread, which therefore only waits.
     worker = Worker(url, settings, adapters(settings), name or unique_name())
@@ -353,14 +349,14 @@ def work(
         thread.join(0.2)
 
 
-def _answers(client: redis.Redis, url: str, stop: threading.Event, patience_s: float) -> bool:
+def _answers(url: str, stop: threading.Event, patience_s: float) -> bool:
     """Wait until Redis answers; False if `stop` is set first. Raises `StartError`."""
     deadline_s = time.monotonic() + patience_s
     is_logged = False
     while not stop.is_set():
         try:
-            client.ping()
-        except redis.RedisError:
+            check_redis(url)
+        except NoRedisError:
             if time.monotonic() >= deadline_s:
                 raise StartError(
                     f"no Redis answers at {url}; "

@@ -443,7 +443,7 @@ class JobSession:
 
     def status(self) -> dict[str, Any]:
         """Documents on verdicts, planning and progress, for the API. Those on verdicts are what
-        `store.documents.verdict_documents` reads."""
+        `store.documents.verdict_texts` reads."""
         summary = self._detector.summary()
         healthy = summary.healthy.tolist()
         others = {verdict.rank: verdict for verdict in summary.others}
