@@ -29,7 +29,7 @@ from .api.problems import add_problem_handlers
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
-from .store.connection import check_redis
+from .store.connection import check_redis, end_leases
 from .store.embedded_redis import EmbeddedRedis
 from .store.http_store import HttpStore
 from .worker.adapters import AdapterFactory, load_adapters
@@ -110,6 +110,8 @@ async def _open(
         log.warning("few open files for connections (ulimit -n)", files=allowed, wanted=wanted)
     url = _open_redis(stack, settings)
     await asyncio.to_thread(check_redis, url, answer_s=_REDIS_ANSWER_S)
+    if settings.redis_url is None:
+        await asyncio.to_thread(end_leases, url)
     client = _connect(stack, url, _CONNECTIONS)
     # On connections of their own, so that watchers that wake together hold up no other request.
     watching = _connect(stack, url, _WATCHING_CONNECTIONS)

@@ -21,7 +21,7 @@ from .connections import TimedConnection
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
-from .store.connection import check_redis
+from .store.connection import check_redis, end_leases
 from .store.embedded_redis import EmbeddedRedis
 from .supervisor import ChildProcess, end
 from .worker.adapters import AdapterFactory, load_adapters
@@ -56,6 +56,8 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
             redis_url = redis.url
         own = settings.model_copy(update={"redis_url": redis_url, "worker": False})
         check_redis(redis_url)
+        if redis is not None:
+            end_leases(redis_url)
         listener = stack.enter_context(_bind(settings))
         # One name for all lives of a process: the next one need not wait until the leases end, and
         # is not delayed by the requests of the last one.

@@ -237,24 +237,27 @@ return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 
 # Age in ms of the oldest request that may not have been stored, by the last reports of the API
 # processes; -1 without one. A report ages as if its process hung since. One that is much older than
-# the newest is of a process that is gone, and whose clients have turned to others.
+# the newest is of a process that is gone, and whose clients have turned to others; one of the
+# future was made before the clock went back.
 _API_DELAY = """
 local function now_ms()
   local now = redis.call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000)
 end
 local function api_delay_ms(apis)
-  local reports, newest_ms, oldest_ms = redis.call('HGETALL', apis), 0, math.huge
+  local reports, now, newest_ms, oldest_ms = redis.call('HGETALL', apis), now_ms(), 0, math.huge
   for at = 2, #reports, 2 do
-    newest_ms = math.max(newest_ms, tonumber(string.match(reports[at], '%d+$')))
+    local reported_ms = tonumber(string.match(reports[at], '%d+$'))
+    if reported_ms <= now + 5000 then newest_ms = math.max(newest_ms, reported_ms) end
   end
   for at = 2, #reports, 2 do
     local stored_ms, reported_ms = string.match(reports[at], '(%d+) (%d+)')
-    if newest_ms - tonumber(reported_ms) <= 30000 then
+    reported_ms = tonumber(reported_ms)
+    if newest_ms - reported_ms <= 30000 and reported_ms <= now + 5000 then
       oldest_ms = math.min(oldest_ms, tonumber(stored_ms))
     end
   end
-  return newest_ms > 0 and math.max(0, now_ms() - oldest_ms) or -1
+  return newest_ms > 0 and math.max(0, now - oldest_ms) or -1
 end
 """
 
@@ -270,7 +273,8 @@ local now = now_ms()
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %.0f', now - ARGV[2], now))
 local reports = redis.call('HGETALL', KEYS[1])
 for at = 2, #reports, 2 do
-  if now - string.match(reports[at], '%d+$') > 30000 then
+  local age = now - string.match(reports[at], '%d+$')
+  if age > 30000 or age < -5000 then
     redis.call('HDEL', KEYS[1], reports[at - 1])
   end
 end
@@ -304,11 +308,12 @@ return lags
 # KEYS: workers, loads
 # ARGV: worker, seconds without a report after which a worker counts as gone, JSON: load of each of
 # its jobs
-# By the clock of Redis, as those of hosts differ. What frees memory comes first, so that a full
-# Redis does not refuse the rest.
+# By the clock of Redis, as those of hosts differ; a report of the future was made before that clock
+# went back. What frees memory comes first, so that a full Redis does not refuse the rest.
 REPORT_LOADS = """
 local now = tonumber(redis.call('TIME')[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], 0, now - ARGV[2])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], now + 5, '+inf')
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 for job, load in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[2], job, load) end
 """

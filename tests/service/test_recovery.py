@@ -17,9 +17,19 @@ from fakes import fake_adapters
 
 from service import Settings, Sidecar, StartError
 from service.store.embedded_redis import EmbeddedRedis, find_server, socket_path
+from service.store.schema import APIS, WORKERS, JobKeys
 from service.worker.adapters import Adapters
 from service.worker.loop import work
-from tests.service.conftest import FAKES, Http, batch_of, children, eventually, job_of, redis_pids
+from tests.service.conftest import (
+    FAKES,
+    Http,
+    batch_of,
+    children,
+    eventually,
+    job_of,
+    redis_pids,
+    running,
+)
 
 
 def send(http: Http, step: int) -> None:
@@ -221,6 +231,31 @@ def test_a_worker_that_is_started_before_its_sidecar_waits_for_it(tmp_path: Path
 def test_a_worker_without_a_sidecar_says_so_in_the_end(tmp_path: Path):
     with pytest.raises(StartError, match=r"no Redis answers at unix://.*; start `resihp serve`"):
         work(Settings(data=tmp_path), threading.Event(), fake_adapters, patience_s=0.5)
+
+
+def test_leases_that_end_in_the_future_hold_up_no_job(tmp_path: Path):
+    """As after a power loss, when the clock went back."""
+
+    def leave_leases() -> None:
+        with redis.Redis(unix_socket_path=str(socket_path(tmp_path))) as raw:
+            later_s = raw.time()[0] + 7_200
+            raw.set(JobKeys("j").lease, "7:gone", px=7_200_000)
+            raw.zadd(WORKERS, {"gone": later_s})
+            raw.hset(APIS, "gone", f"{later_s}000 {later_s}000")
+
+    settings = Settings(redis_url=None, data=tmp_path, commit_every_s=0.05)
+    with running(settings.model_copy(update={"worker": False})) as http:
+        http.register(job_of())
+        leave_leases()
+    with running(settings) as http:
+        http.send("j", batch_of(0))
+        eventually(lambda: http.records("j") == 32, timeout_s=60)
+        leave_leases()
+    with Sidecar(tmp_path, command=FAKES) as sidecar:
+        http = Http(sidecar.url)
+        http.send("j", batch_of(1))
+        eventually(lambda: http.records("j") == 64, timeout_s=60)
+        http.close()
 
 
 def test_a_stale_socket_and_a_long_path_are_no_obstacle(tmp_path: Path):

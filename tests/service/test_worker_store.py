@@ -15,9 +15,9 @@ from service import Settings
 from service.errors import LeaseLostError
 from service.store.documents import Commit, PendingChanges
 from service.store.embedded_redis import socket_path
-from service.store.schema import JobKeys
+from service.store.schema import APIS, WORKERS, JobKeys
 from service.store.worker_store import Lease, WorkerStore
-from tests.service.conftest import Http, batch_of, job_of, running
+from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 TTL_S = 60
 
@@ -180,3 +180,16 @@ def test_a_pause_ends_with_a_message_that_jobs_act_on(http: Http, store: WorkerS
     assert http("POST", "/v1/jobs/j/failures", {"ranks": [1]}).status == 202
     assert woken.wait(60.0)
     thread.join()
+
+
+def test_a_report_of_the_future_counts_for_nothing(store: WorkerStore, raw: redis.Redis):
+    """The clock of Redis went back after it."""
+    eventually(lambda: store.api_delay_s() < 5)
+    now_s = raw.time()[0]
+    raw.zadd(WORKERS, {"gone": now_s + 3_600})
+    workers, *_ = store.share_loads({}, ttl_s=TTL_S)
+    assert workers == ["w"]
+    raw.hset(APIS, "hung", f"{now_s - 20}000 {now_s - 20}000")
+    raw.hset(APIS, "gone", f"{now_s + 3_600}000 {now_s + 3_600}000")
+    assert store.api_delay_s() >= 20
+    eventually(lambda: not raw.hexists(APIS, "gone"))
