@@ -86,6 +86,23 @@ def test_no_sync_within_a_replica() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
+def test_a_sharded_model_with_parameters_that_are_not() -> None:
+    """Backward writes to their gradients as to those of any other model."""
+    store = host_store("127.0.0.1", 0, timedelta(seconds=10))
+    model = linear()
+    fully_shard(model, ignored_params=set(model[1].parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    environment = Environment(0, 1, "127.0.0.1", store.port, "job", False, False)
+    replicas = Replicas(model, optimizer, microbatches=3, environment=environment)
+    for step in replicas.steps(2):
+        for _ in step:
+            compute(model)
+        optimizer.step()
+    assert replicas.completed == 2
+    del store  # not before
+
+
+@pytest.mark.usefixtures("one_process")
 def test_a_sharded_model_that_was_evaluated() -> None:
     """It leaves the parameters of the root gathered."""
     store = host_store("127.0.0.1", 0, timedelta(seconds=10))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -28,16 +28,6 @@ def check_model(model: nn.Module, coordinates: ReplicaCoordinates) -> None:
         _check_module(f"model.{name}" if name else "model", module, coordinates)
     for name, parameter in model.named_parameters():
         _check_parameter(f"model.{name}", parameter, coordinates)
-
-
-def reshard(model: nn.Module) -> None:
-    """Reshard what FSDP2 has left gathered, as the root behind an evaluation; no collective.
-
-    Until then a module shows other parameters than those that are trained.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def norms_of(model: nn.Module) -> dict[str, nn.Module]:

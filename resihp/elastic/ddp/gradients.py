@@ -9,7 +9,6 @@ from itertools import compress
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +20,7 @@ from ..microbatches.tree_sum import Node, nodes, put
 from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice, is_placed_apart
 from ..process_groups.tree_allreduce import tree_allreduce
+from .fsdp import sharded_parameters
 from .groups import ReplicaGroups
 
 _WATCHED = 16
@@ -51,14 +51,12 @@ class LoopGradients:
         self._labels = [f"{name} {one.numel()}" for name, one in model.named_parameters()]
         self.parameters: list[nn.Parameter] = []
         self.trained = 0
-        modules = list(model.modules())
-        sharded = [module for module in modules if isinstance(module, FSDPModule)]
-        self._sharded = {one for module in sharded for one in _parameters(module)}
+        self._sharded = sharded_parameters(model)
         if ordered and any(parameter.dtype == torch.float64 for parameter in self._all):
             raise ContractError("deterministic", "sums are made in fp32: too few bits for float64")
         self.total: list[torch.Tensor] | None = None
         self._microbatches, self._bucket_bytes = microbatches, bucket_bytes
-        self._has_ddp = any(isinstance(module, DistributedDataParallel) for module in modules)
+        self._has_ddp = any(isinstance(one, DistributedDataParallel) for one in model.modules())
         self._overlap, self._ordered = overlap and not ordered and not self._has_ddp, ordered
         self._held: dict[Node, list[torch.Tensor]] = {}
         self._ahead: BucketedAllReduce | None = None
@@ -284,8 +282,3 @@ def _added(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Te
     for total, gradient in zip(left, right, strict=True):
         total.add_(gradient)
     return left
-
-
-def _parameters(module: FSDPModule) -> Iterator[nn.Parameter]:
-    assert isinstance(module, nn.Module)
-    return module.parameters()

@@ -41,7 +41,7 @@ from ..planning.quota_plans import (
     quotas_by_replica,
 )
 from ..planning.sources import NoPlans, PlanSource
-from .checks import reshard
+from .fsdp import parameter_groups, reshard
 from .quota_agreement import QuotaAgreement, QuotaState
 
 _RELEASE_POLL_S = 0.01
@@ -125,8 +125,9 @@ class QuotaStep:
 
         A model that an evaluation has left gathered would not see the next update.
         """
+        assert isinstance(model, nn.Module)
         if model not in self._before:
-            self._before[model] = [(g, g.post_forward_mesh_info) for g in _parameter_groups(model)]
+            self._before[model] = [(g, g.post_forward_mesh_info) for g in parameter_groups(model)]
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(is_last)
         model.set_requires_gradient_sync(is_last)
@@ -346,19 +347,6 @@ def _close(group: dist.ProcessGroup, sent: ref[torch.Tensor] | None) -> None:
 
     thread = threading.Thread(target=free, name="resihp-quotas-close", daemon=True)
     start_thread(thread, is_ending.set)
-
-
-def _parameter_groups(model: FSDPModule) -> Iterator[Any]:
-    """Yield the groups of parameters that FSDP2 gathers together: torch shows no setting of them.
-
-    In older versions of torch a module has one at most.
-    """
-    assert isinstance(model, nn.Module)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            one = getattr(state, "_fsdp_param_group", None)
-            yield from getattr(state, "_fsdp_param_groups", [one] if one is not None else [])
 
 
 def _check(model: nn.Module, ranks: int) -> None:

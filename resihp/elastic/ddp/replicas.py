@@ -38,8 +38,8 @@ from .checks import (
     describe,
     fingerprint,
     norms_of,
-    reshard,
 )
+from .fsdp import reshard
 from .gradients import LoopGradients
 from .groups import ReplicaGroups, connect_replica_groups
 from .member_agreement import MemberAgreement
