@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from resihp.contracts import ContractError, Layout, Plan, ServiceError
@@ -197,6 +200,37 @@ def test_fsdp2_is_evaluated_between_backward_and_update(shards_root: bool) -> No
             torch.testing.assert_close(parameter.grad.full_tensor(), gradient)  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("fails", [False, True])
+def test_fsdp2_leaves_a_step_before_its_end(fails: bool) -> None:
+    """Neither its gradients nor its settings get into what comes behind it."""
+    loop, inner = QuotaLoop(steps=2), build_model()
+    fully_shard(inner[0], reshard_after_forward=True)
+    model = fully_shard(inner)
+    quotas = Quotas(microbatches=MICROBATCHES)
+
+    def passes(step: QuotaStep, taken: int) -> None:
+        for index in islice(step, taken):
+            with step.sync(model):
+                x = batch(loop, step.number, index)
+                (loss_of(loop, model, x) * step.scale).backward()
+                if fails and index == taken - 1 and step.number == 7:
+                    raise MemoryError
+
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        passes(quotas.begin(7), 3)
+    quotas.leave_step()
+    assert all(isinstance(parameter, DTensor) for parameter in inner.parameters())
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    assert isinstance(inner[0].weight, DTensor), "forward reshards again"
+    expected = undisturbed(loop)
+    passes(quotas.begin(0), MICROBATCHES)
+    for parameter, gradient in zip(inner.parameters(), expected[0], strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient)  # type: ignore[union-attr]
+    quotas.finish()
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,9 +10,8 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 from weakref import WeakSet, ref
 
 import torch
@@ -41,7 +40,7 @@ from ..planning.quota_plans import (
     quotas_by_replica,
 )
 from ..planning.sources import NoPlans, PlanSource
-from .fsdp import parameter_groups, reshard
+from .fsdp import GatheredModels, reshard
 from .quota_agreement import QuotaAgreement, QuotaState
 
 _RELEASE_POLL_S = 0.01
@@ -65,12 +64,13 @@ class QuotaStep:
         rank: int,
         plan_version: int,
         checked: WeakSet[nn.Module],
+        gathered: GatheredModels,
     ) -> None:
-        self.number, self.plan_version, self._checked = number, plan_version, checked
+        self.number, self.plan_version = number, plan_version
+        self._checked, self._gathered = checked, gathered
         self.microbatches = assigned[rank]
         self.quotas = tuple(map(len, assigned))
         self.taken = self._synced = 0
-        self._before: dict[FSDPModule, list[tuple[Any, Any]]] = {}
 
     @property
     def scale(self) -> float:
@@ -114,27 +114,10 @@ class QuotaStep:
             self._checked.add(model)
         self._synced, is_last = self.taken, self.taken == len(self.microbatches)
         if isinstance(model, FSDPModule):
-            return self._gathered(model, is_last=is_last)
+            return self._gathered.passes(model, is_last=is_last)
         assert isinstance(model, DistributedDataParallel)
         context: AbstractContextManager[None] = nullcontext() if is_last else model.no_sync()
         return context
-
-    @contextmanager
-    def _gathered(self, model: FSDPModule, *, is_last: bool) -> Iterator[None]:
-        """Enclose the passes of a microbatch; behind the last one forward passes reshard as before.
-
-        A model that an evaluation has left gathered would not see the next update.
-        """
-        assert isinstance(model, nn.Module)
-        if model not in self._before:
-            self._before[model] = [(g, g.post_forward_mesh_info) for g in parameter_groups(model)]
-        model.set_reshard_after_forward(False)
-        model.set_reshard_after_backward(is_last)
-        model.set_requires_gradient_sync(is_last)
-        yield
-        if is_last:
-            for group, mesh in self._before.pop(model):
-                group.post_forward_mesh_info = mesh
 
 
 class Quotas:
@@ -182,6 +165,7 @@ class Quotas:
         self._poller = QuotaPlanPoller(plans or NoPlans(), self._rank, self._read)
         self._offered: QuotaPlan | None = None
         self._checked: WeakSet[nn.Module] = WeakSet()
+        self._gathered = GatheredModels()
 
     @property
     def in_force(self) -> tuple[int, ...]:
@@ -234,7 +218,9 @@ class Quotas:
         if agreement.is_closed and self._group is not None:
             _close(self._group, self._sent)  # so that no other rank waits for this one
             self._group = None
-        self._begun = QuotaStep(number, assigned, self._rank, version, self._checked)
+        self._begun = QuotaStep(
+            number, assigned, self._rank, version, self._checked, self._gathered
+        )
         return self._begun
 
     def assigned(self, number: int, *, microbatches: int | None = None) -> tuple[int, ...]:
@@ -255,9 +241,13 @@ class Quotas:
         self._poller.close()
 
     def leave_step(self) -> None:
-        """Drop what is left of a step that a trainer ends before its update, on all ranks alike."""
+        """Drop what is left of a step that a trainer ends before its update, on all ranks alike.
+
+        Gradients that FSDP2 has not summed yet are dropped too: no `zero_grad` sees them.
+        """
         if self._begun is not None:
             self._begun.taken = len(self._begun.microbatches)
+        self._gathered.leave()
 
     def total(self, weight: float) -> float:
         """Sum `weight` over all ranks: of this rank's microbatches of the step. A collective.
