@@ -200,6 +200,24 @@ def train(model: nn.Module, loop: Loop, begin: Callable[..., Replicas], tell: An
         tell(step, None)
 
 
+def train_evaluated(
+    model: nn.Module, loop: Loop, begin: Callable[..., Replicas], tell: Any
+) -> None:
+    """The user's loop, which evaluates the model before the first step and before each update."""
+
+    def evaluate(*_: Any) -> None:
+        with torch.no_grad():
+            model(batch(0, 0))
+
+    def begin_evaluated(model: nn.Module, optimizer: Any, **options: Any) -> Replicas:
+        optimizer.register_step_pre_hook(evaluate)
+        replicas = begin(model, optimizer, **options)
+        evaluate()
+        return replicas
+
+    train(model, loop, begin_evaluated, tell)
+
+
 def train_pipeline(model: nn.Module, loop: Loop, begin: Callable[..., Replicas], tell: Any) -> None:
     """The user's loop around a schedule of torch; a replica of one process is the whole model."""
     model.eval()  # no dropout: a schedule does not tell which microbatch it computes

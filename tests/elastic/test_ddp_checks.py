@@ -103,20 +103,33 @@ def test_a_sharded_model_with_parameters_that_are_not() -> None:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_sharded_model_that_was_evaluated() -> None:
+@pytest.mark.parametrize("moment", ["before the replicas are made", "behind backward"])
+def test_a_sharded_model_that_is_evaluated(moment: str) -> None:
     """It leaves the parameters of the root gathered."""
     store = host_store("127.0.0.1", 0, timedelta(seconds=10))
-    model = fully_shard(linear())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with torch.no_grad():
-        model(torch.ones(1, 4))
+    plain, model = linear(), linear()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    expected = torch.optim.SGD(plain.parameters(), lr=0.01)
+
+    def evaluate(at: str) -> None:
+        if at == moment:
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+
+    evaluate("before the replicas are made")
     environment = Environment(0, 1, "127.0.0.1", store.port, "job", False, False)
     replicas = Replicas(model, optimizer, microbatches=3, environment=environment)
-    for step in replicas.steps(1):
+    for step in replicas.steps(2):
         for _ in step:
-            compute(model)
-        optimizer.step()
-    assert replicas.completed == 1
+            loss = compute(model)
+            torch.testing.assert_close(loss, compute(plain))
+        evaluate("behind backward")
+        for each in (optimizer, expected):
+            each.step()
+        expected.zero_grad()
+    assert replicas.completed == 2
     del store  # not before
 
 

@@ -16,7 +16,7 @@ from resihp.elastic.ddp.replicas import Replicas
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.ddp_faults import LoopFault
-from tests.elastic.ddp_loops import Loop, Trace, play, work_of
+from tests.elastic.ddp_loops import Loop, Trace, play, train_evaluated, work_of
 from tests.elastic.engine_job import TIMEOUTS
 
 STEPS, MICROBATCHES = 4, 8
@@ -112,6 +112,12 @@ def test_several_processes_a_replica(inner: str, alone: Trace, tmp_path: Path) -
     """The loss of one process ends its replica; the other replica goes on."""
     trace = play(Loop(2, members=2, inner=inner, faults=(LoopFault(3, 1, 2),)), tmp_path)
     assert_same_training(trace, alone, {2, 3})
+
+
+def test_sharded_replicas_that_are_evaluated(alone: Trace, tmp_path: Path) -> None:
+    """FSDP2 leaves the parameters of the root gathered behind a forward pass without backward."""
+    trace = play(Loop(2, members=2, train=train_evaluated), tmp_path)
+    assert_same_training(trace, alone, set())
 
 
 @pytest.mark.parametrize("at", ["microbatch", "vote"])

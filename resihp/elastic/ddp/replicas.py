@@ -181,6 +181,7 @@ class Replicas:
     def _work(self, step: Step) -> Iterator[tuple[int, ...]]:
         """Yield the microbatches of this replica, and those that it redoes after a loss."""
         self._is_in_step = True
+        reshard(self._model)  # an evaluation leaves it gathered
         check_norms(self._norms)
         self._sums.begin()
         broken, self._pending_recovery = self._pending_recovery, None
