@@ -65,7 +65,7 @@ class PreemptedError(ResiHPError):
 
 
 class JoinRefusedError(ResiHPError):
-    """A process that cannot join the job: it trains another model."""
+    """A process that cannot join the job: its model, arguments or settings are others."""
 
 
 class PeerLostError(ResiHPError, RuntimeError):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from resihp.contracts import ContractError, JoinRefusedError, Layout, Plan
+from resihp.contracts import ContractError, JoinRefusedError, Layout, PeerLostError, Plan
 from resihp.elastic.ddp.replicas import Replicas
+from resihp.elastic.ddp.step import Step
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.ddp_faults import LoopFault
@@ -236,12 +237,21 @@ def run_apart(rank: int, host: str, port: int, case: str, folder: Path) -> None:
         (folder / f"told-{rank}").write_text(f"{done} {error}")
 
 
-def run_joined(rank: int, host: str, port: int, folder: Path) -> None:
-    """One of two replicas, or a joiner that has a layer frozen."""
+JOINED = {
+    "trained": "set requires_grad alike",
+    "trained, in the first step": "set requires_grad alike",
+    "schedule": "give `state` the LR schedules",
+}
+"""What a joiner has otherwise than the others, and what it is told."""
+
+
+def run_joined(rank: int, host: str, port: int, case: str, folder: Path) -> None:
+    """One of two replicas, or a joiner that has a layer frozen or begins its LR schedule anew."""
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].requires_grad_(rank < 2)
+    model[1].requires_grad_(rank < 2 or case == "schedule")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     environment = Environment(rank, 2, host, port, "joined", False, rank == 2)
     replicas = Replicas(
         model, optimizer, microbatches=4, timeouts=TIMEOUTS, environment=environment
@@ -250,25 +260,45 @@ def run_joined(rank: int, host: str, port: int, folder: Path) -> None:
         for step in replicas.steps(10**6):
             for _ in step:
                 model(torch.ones(2, 4)).square().sum().backward()
-            (folder / f"begun-{rank}").touch()
+                (folder / f"begun-{rank}").touch()
+                if "first step" in case and rank == step.number == 0 and not replicas.recoveries:
+                    await_joiner(replicas)
+            optimizer.step()
+            schedule.step()
             if (folder / "refused").exists() and 2 not in replicas.alive:
                 break
     except JoinRefusedError as error:
         (folder / "refused").write_text(f"{rank} {error}")
 
 
-def test_a_joiner_that_trains_other_parameters_ends_alone(tmp_path: Path) -> None:
+def await_joiner(replicas: Replicas) -> None:
+    """Wait for the third replica, and let the sum of the step fail: the recovery invites it."""
+    deadline = time.monotonic() + 120
+    while replicas._join.waiting(replicas.alive) != (2,):
+        assert time.monotonic() < deadline, "nobody joins"
+        time.sleep(0.02)
+    original = replicas._sum
+
+    def failing(step: Step) -> None:
+        replicas._sum = original  # type: ignore[method-assign]
+        raise PeerLostError("as if a peer had died")
+
+    replicas._sum = failing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_a_joiner_that_differs_ends_alone(case: str, tmp_path: Path) -> None:
     with LocalRanks("joined", tmp_path) as ranks:
-        ranks.start(range(2), run_joined, tmp_path)
+        ranks.start(range(2), run_joined, case, tmp_path)
         deadline = time.monotonic() + 120
         while len(list(tmp_path.glob("begun-*"))) < 2:
             assert time.monotonic() < deadline, ranks.logs()
             time.sleep(0.02)
-        ranks.start([2], run_joined, tmp_path)
+        ranks.start([2], run_joined, case, tmp_path)
         assert set(ranks.wait(120).values()) == {0}, ranks.logs()
     told = (tmp_path / "refused").read_text()
     assert told.startswith("2 ")
-    assert "set requires_grad alike" in told
+    assert JOINED[case] in told
 
 
 @pytest.mark.parametrize("case", APART)

@@ -8,9 +8,7 @@ survivors (ReCoVer, arXiv 2605.11215).
 
 from __future__ import annotations
 
-import math
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-from resihp.contracts import ContractError, JoinRefusedError, PeerLostError, Plan
+from resihp.contracts import ContractError, PeerLostError, Plan
 
 from ..microbatches.balancing import StepWork, speeds_of_quotas
 from ..microbatches.counts import MicrobatchReport, StepCounts, count_rows, read_counts
@@ -36,9 +34,9 @@ from .checks import (
     check_norms,
     check_optimizers,
     describe,
-    fingerprint,
     norms_of,
 )
+from .comparison import ReplicaComparison
 from .fsdp import reshard
 from .gradients import LoopGradients
 from .groups import ReplicaGroups, connect_replica_groups
@@ -47,8 +45,6 @@ from .member_loss import MemberLossWatch
 from .membership import ReplicaJoiner, ReplicaMembership
 from .state_sync import StateBroadcast, Stateful, receive_state
 from .step import ReplicaCoordinates, Step
-
-_TRAINED_APART = "its trained parameters differ between replicas: set requires_grad alike in all"
 
 
 class Replicas:
@@ -130,6 +126,9 @@ class Replicas:
             overlap=overlap,
             ordered=deterministic,
         )
+        self._comparison = ReplicaComparison(
+            self._description, self._sums, self._optimizers, self.coordinates
+        )
         self._server = environment.host_store(timeouts)
         ranks = range(self.coordinates.replicas * members)
         self._rendezvous = environment.rendezvous(ranks, timeouts, interface=interface)
@@ -204,25 +203,9 @@ class Replicas:
         self._is_in_step = False
 
     def _compare(self) -> None:
-        """Compare what replicas must have alike, over new groups: their buckets are then alike.
-
-        Where a job is under way, a joiner that differs ends alone. Its description was compared as
-        it joined.
-        """
         assert self._groups is not None
-        group, described = self._groups.data_parallel, zlib.crc32(self._description.encode())
-        trained = self._sums.trained
-        is_new = self.completed > 0 and self.coordinates.replica in self._membership.without_state
-        own = (-math.inf, -math.inf) if is_new else (trained, -trained)
-        numbers = [described, -described, *own]
-        told = torch.tensor(numbers, dtype=torch.float64, device=group.device)
-        most, least, most_trained, least_trained = group.all_reduce_max(told).tolist()
-        if most != -least:
-            raise ContractError("replicas", f"are not alike: this one trains {self._description}")
-        if is_new and trained != most_trained:
-            raise JoinRefusedError(_TRAINED_APART)
-        if most_trained != -least_trained:
-            raise ContractError("model", _TRAINED_APART)
+        has_state = self.coordinates.replica not in self._membership.without_state
+        self._comparison.compare(self._groups.data_parallel, self.completed, has_state=has_state)
         self._is_compared = True
 
     def _compute(self, step: Step) -> Iterator[tuple[int, ...]]:
@@ -274,26 +257,14 @@ class Replicas:
 
     def _ballot(self) -> list[float]:
         """Return what this rank adds to the vote: settings, joiners, and quotas of a plan."""
-        members, index = self.coordinates.members, self.coordinates.index
-        alike, waiting = fingerprint(self._optimizers), self._join.waiting(self.alive)
-        trained = float(self._sums.trained)
-        settings = [-math.inf] * (4 * members)  # a stage may have other settings than the next one
-        settings[4 * index : 4 * index + 4] = [alike, -alike, trained, -trained]
-        return [*settings, float(bool(waiting)), *self._proposal()]
+        waiting = self._join.waiting(self.alive)
+        return [*self._comparison.ballot(), float(bool(waiting)), *self._proposal()]
 
     def _learn(self, voted: Sequence[float]) -> None:
         """Compare settings and trained parameters; take note of joiners and quotas."""
-        members = self.coordinates.members
-        settings, (is_due, version, *told) = voted[: 4 * members], voted[4 * members :]
-        differ = [most != -least for most, least in zip(settings[::2], settings[1::2], strict=True)]
-        if any(differ[1::2]):
-            raise ContractError("model", _TRAINED_APART)
-        if any(differ[::2]):
-            raise ContractError(
-                "optimizer",
-                "its settings differ between replicas: set them alike, and give `state` the LR "
-                "schedules, so that joiners continue with them",
-            )
+        settings = 4 * self.coordinates.members
+        self._comparison.check(voted[:settings])
+        is_due, version, *told = voted[settings:]
         self._pending_recovery = "replicas join" if is_due else None
         quotas, speeds = told[: len(self.alive)], told[len(self.alive) :]
         self._membership.learn(int(version), list(map(int, quotas)), speeds)
@@ -441,7 +412,7 @@ class Replicas:
                 self._state_broadcast = StateBroadcast(transport, self._state)
             else:
                 receive_state(transport, self._state, list(self._model.parameters()))
-        self._membership.without_state = []
+        self._membership.without_state, self._is_compared = [], False
 
     def _connect(self, *, is_starting: bool = False) -> None:
         """Build the groups of the ranks alive."""
