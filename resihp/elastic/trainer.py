@@ -29,7 +29,7 @@ from .process_groups.selection import select_communicators
 from .recovery import Recovery, passes
 from .rendezvous.arguments import check_arguments
 from .rendezvous.claims import StoreClaims
-from .rendezvous.joiners import Joiners, describe_model
+from .rendezvous.joiners import Joiners
 from .rendezvous.membership import Rendezvous
 from .reshard.buffers import ReshardBudget
 from .reshard.build import ReshardContext
@@ -48,9 +48,9 @@ class Trainer:
     Every rank of the job (idle ones included) makes one with the same arguments but its own
     rendezvous, and calls `run`. Raises `ContractError` for a plan that cannot be run, for an
     `IteratorData` with another number of microbatches, and for process groups that torch or the
-    device lack. `run` raises `ContractError` for arguments that differ between ranks,
-    `JobStoppedError` or `StateLostError` when the job cannot go on, and `FencedOutError` when the
-    other ranks have continued without this one.
+    device lack. `run` raises `ContractError` for arguments that differ between ranks, and `join`
+    `JoinRefusedError` in the joiner alone; both raise `JobStoppedError` or `StateLostError` when
+    the job cannot go on, and `FencedOutError` when the other ranks have continued without this one.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class Trainer:
             )
         select_communicators(setup.device)  # raises here, instead of in the first build
         self.setup, self.rank = setup, rendezvous.rank
-        self._model = describe_model((one.key, one.shape) for one in setup.model.parameters.all)
         self._rendezvous = rendezvous
         self._callbacks = callbacks or Callbacks()
         self._state = RuntimeState(plan, self._callbacks.on_phase)
@@ -140,7 +139,7 @@ class Trainer:
     def run(self, steps: int) -> None:
         """Train until `steps` updates have been made, those in a resumed checkpoint included."""
         self._steps = _checked(steps)
-        self._rendezvous.start(self._model)
+        self._rendezvous.start(self.setup.described_model)
         self._live(self._start)
 
     def join(self, steps: int) -> None:
@@ -186,7 +185,7 @@ class Trainer:
             "steps": self._steps,
             "microbatches": plan.microbatches,
             "plan": plan.digest,
-            "model": self._model,
+            "model": setup.described_model,
             "optimizer": f"one that keeps {', '.join(form.moments + form.scalars) or 'nothing'}",
             "deterministic": setup.deterministic,
             "recompute": setup.recompute,
@@ -200,7 +199,10 @@ class Trainer:
         self._rendezvous.change_members(())
         joiners = Joiners(self._rendezvous.stores.store)
         invitation = joiners.await_invitation(
-            self.rank, self._model, lambda: self._departure is not None
+            self.rank,
+            self.setup.described_model,
+            lambda: self._departure is not None,
+            arguments=self._arguments(),
         )
         if invitation is None:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,26 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from resihp.contracts import Layout, Replica
-from resihp.elastic.rendezvous.joiners import Joiners
+from resihp.contracts import JoinRefusedError, Layout, Replica
+from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.arguments import check_arguments
+from resihp.elastic.rendezvous.joiners import Invitation, Joiners
+from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.state.phases import Phase
-from tests.elastic.engine_job import ALONE, GRID, Case, Fault, Outcome, plan, run
+from resihp.elastic.step import Setup
+from resihp.elastic.trainer import Trainer
+from tests.elastic.engine_job import (
+    ALONE,
+    GRID,
+    TIMEOUTS,
+    Case,
+    Fault,
+    Outcome,
+    plan,
+    run,
+    small_setup,
+)
+from tests.elastic.scripted import Scripted
 
 STEPS = 12
 FIRST = Layout((GRID.replicas[0],))
@@ -50,6 +67,45 @@ def test_a_standby_takes_the_place_of_a_slow_rank(alone: Outcome, tmp_path: Path
     assert {s["version"] for s in outcome.switches} == {1}, outcome.logs
     assert 8 in outcome.shards
     assert 1 not in outcome.shards
+
+
+def deterministic_on_rank_8() -> Setup:
+    return replace(small_setup(), deterministic=os.environ["RANK"] == "8")
+
+
+def test_a_joiner_with_other_arguments_ends_alone(alone: Outcome, tmp_path: Path) -> None:
+    case = Case(FIRST, STEPS, joiners=(8,), setup=deterministic_on_rank_8)
+    outcome = run(case, tmp_path, timeout_s=300)
+    assert {r for r, code in outcome.exit_codes.items() if code != 0} == {8}, outcome.logs
+    told = "JoinRefusedError: deterministic: is True in this process, and False in the job"
+    assert told in outcome.logs
+    assert_same_losses(outcome, alone)
+
+
+@pytest.mark.parametrize(
+    "name", ["steps", "model", "optimizer", "recompute", "compute_dtype", "bucket_bytes"]
+)
+def test_arguments_of_a_joiner_are_those_of_the_job(name: str) -> None:
+    """But for the plan, which is that of its invitation."""
+    store = dist.HashStore()
+    rendezvous = Rendezvous(lambda: store, 0, (0,), TIMEOUTS)
+    trainer = Trainer(small_setup(), plan(0, FIRST), rendezvous, Scripted((), (), ()))
+    given = trainer._arguments()
+    check_arguments(rendezvous.stores, 0, given)
+    store.set(keys.model(), "a model")
+    left = iter([False, True])
+    joiners = Joiners(store)
+
+    def join(**others: str) -> Invitation | None:
+        return joiners.await_invitation(
+            8, "a model", lambda: next(left), arguments=given | {"plan": "another", **others}
+        )
+
+    assert join() is None
+    assert store.add(keys.announced(8), 0) == 1
+    with pytest.raises(JoinRefusedError, match=f"{name}: is another in this process"):
+        join(**{name: "another"})
+    assert store.add(keys.announced(8), 0) == 1
 
 
 def test_a_joiner_that_dies_while_it_joins_stops_nobody(alone: Outcome, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from resihp.layout import Param, Range, writers
 
 from ..process_groups.abortable import AbortableProcessGroup
 from ..rendezvous import keys
-from ..rendezvous.joiners import describe_model
 from ..rendezvous.membership import Rendezvous
 from ..step import Cursor, Setup
 from ..step.shard import Shard, scalar_table
@@ -137,8 +136,7 @@ class RestoreGroup:
 
 def _description(setup: Setup) -> dict[str, object]:
     """Description of what a checkpoint of this job holds, kept in it."""
-    model = describe_model((one.key, one.shape) for one in setup.model.parameters.all)
-    return {"model": model, "moments": list(setup.optimizer.form.moments)}
+    return {"model": setup.described_model, "moments": list(setup.optimizer.form.moments)}
 
 
 def _check_description(setup: Setup, extra: Mapping[str, object]) -> None:

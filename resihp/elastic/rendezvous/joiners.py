@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from resihp.contracts import JobStoppedError, JoinRefusedError, Plan, from_json, to_json
 
 from . import keys
+from .arguments import check_joiner
 from .liveness import ProcessHistory
 from .store import announce_death
 
@@ -58,20 +59,31 @@ class Joiners:
         return number
 
     def await_invitation(
-        self, rank: int, model: str, is_leaving: Callable[[], bool], *, part: int = 0
+        self,
+        rank: int,
+        model: str,
+        is_leaving: Callable[[], bool],
+        *,
+        part: int = 0,
+        arguments: Mapping[str, object] | None = None,
     ) -> Invitation | None:
         """Announce that `rank`, which trains `model`, waits for a place, and wait for the answer.
 
-        part  of the model that this process trains
+        part       of the model that this process trains
+        arguments  of a job whose members have called `check_arguments`
 
         Returns None if the job ends first, or once `is_leaving()`. Raises `JoinRefusedError` if
-        the job trains another model, and `JobStoppedError` if the store is gone.
+        model or arguments are not those of the job, and `JobStoppedError` if the store is gone.
         """
         try:
             if not self._await_key(keys.model(part), is_leaving):
                 return None
             if (trained := self._store.get(keys.model(part)).decode()) != model:
                 raise JoinRefusedError(f"the job trains {trained}, this process trains {model}")
+            if arguments is not None:
+                if not self._await_key(keys.ARGUMENTS, is_leaving):
+                    return None
+                check_joiner(self._store.get(keys.ARGUMENTS), arguments)
             key = keys.invitation(rank, self.announce(rank))
             if not self._await_key(key, is_leaving):
                 announce_death(self._store, rank)  # an invitation at this moment finds it dead

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -16,6 +17,7 @@ from ..microbatches.balancing import StepWork
 from ..models import Model
 from ..optim import Optimizer
 from ..process_groups.communicators import CPU
+from ..rendezvous.joiners import describe_model
 from .data import DataSource
 from .pacing import Pacer
 
@@ -117,6 +119,11 @@ class Setup:
             )
         if self.steal_ahead is not None and not self.steal_ahead >= 0.0:
             raise ContractError("steal_ahead", f"must be 0 or more, not {self.steal_ahead}")
+
+    @cached_property
+    def described_model(self) -> str:
+        """Description of the model, by which ranks and checkpoints of another one are told."""
+        return describe_model((one.key, one.shape) for one in self.model.parameters.all)
 
     def casting_once(self) -> AbstractContextManager[None]:
         """Have the passes inside share one copy of the weights in `compute_dtype`.
