@@ -60,8 +60,10 @@ class QuotaSteps:
 
     model, optimizer, data  as `prepare` returned them; `model` in DistributedDataParallel
     accumulation            batches a rank in a step where quotas are even
-    first                   steps done before, by a training that is resumed: the first pass begins
-                            with the step behind them
+    first                   steps done before, by a training that is resumed
+    skip                    as many of them belong to the pass that it goes on with, the first one
+                            here: `done_of_pass` of the training before. Default: those that are
+                            left of whole passes, where none was left early
     plans                   source of plans; default the sidecar's
     options                 of `resihp.instrument`
 
@@ -76,11 +78,16 @@ class QuotaSteps:
         *,
         accumulation: int,
         first: int = 0,
+        skip: int | None = None,
         plans: PlanSource | None = None,
         **options: Any,
     ) -> None:
         for refusal in refusals(data, accumulation):
             raise ContractError("data", refusal)
+        steps = -(-len(data) // accumulation)
+        skip = first % steps if skip is None else skip
+        if not 0 <= skip <= min(first, steps - 1):
+            raise ContractError("skip", f"is {skip}, of {first} steps done and {steps} of a pass")
         if data.gradient_state.num_steps != 1:
             raise ContractError("gradient_accumulation_steps", "leave it at 1 in the Accelerator")
         self._data, self._accumulation = data, accumulation
@@ -100,9 +107,9 @@ class QuotaSteps:
             monitor=self._observer.monitor,
             ahead=steps_ahead(data),
         )
-        self._number, self._steps = first, -(-len(data) // accumulation)
-        self._skip = first % self._steps  # of the first pass, which is the rest of another one
-        self._first_of_pass = first - self._skip
+        self._number, self._steps = first, steps
+        self._skip = skip  # of the first pass, which is the rest of another one
+        self._first_of_pass = first - skip
         self._batches = QuotaBatches(data, accumulation, self._quotas, lambda: self._first_of_pass)
         self._batches.use()
 
@@ -115,16 +122,24 @@ class QuotaSteps:
         """Number of steps begun, of those before included."""
         return self._number
 
+    @property
+    def done_of_pass(self) -> int:
+        """Number of them in the pass in progress; 0 between two passes."""
+        return (self._number - self._first_of_pass) % self._steps
+
     def __iter__(self) -> Iterator[LoadedStep]:
         """Yield the steps of a pass over the data."""
         done, self._skip = self._skip, 0
         self._first_of_pass = self._number - done
         batches = iter(_without_first(self._data, done * self._accumulation))
-        for step in range(done, self._steps):
-            of_rank = min(self._accumulation, len(self._data) - step * self._accumulation)
-            begun = self._quotas.begin(self._number, microbatches=of_rank * self._ranks)
-            self._number += 1
-            yield LoadedStep(begun, batches)
+        try:
+            for step in range(done, self._steps):
+                of_rank = min(self._accumulation, len(self._data) - step * self._accumulation)
+                begun = self._quotas.begin(self._number, microbatches=of_rank * self._ranks)
+                self._number += 1
+                yield LoadedStep(begun, batches)
+        finally:
+            self._first_of_pass = self._number  # the next one is whole, also if this one was left
 
     def total(self, weight: float) -> float:
         """Sum `weight` over all ranks, as for `scale_for`. A collective."""

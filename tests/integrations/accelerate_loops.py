@@ -95,20 +95,23 @@ def by_quotas(accelerator: Accelerator, folder: Path, name: str, *quotas: int) -
     return {**kept, "model": model.module.state_dict()}
 
 
-def left_early(accelerator: Accelerator) -> dict[str, Any]:
-    """The loop with quotas and a limit of steps a pass, on data in order."""
+def left_early(accelerator: Accelerator, first: int = 0, skip: int | None = None) -> dict[str, Any]:
+    """The loop with quotas and a limit of steps a pass, on data in order, also a resumed one."""
     model, optimizer, data = prepare(accelerator, shuffle=False)
     taken: list[list[int]] = []
-    options = {"plans": NoPlans(), "url": "http://127.0.0.1:9"}
+    done: list[tuple[int, int]] = []
+    options = {"plans": NoPlans(), "url": "http://127.0.0.1:9", "first": first, "skip": skip}
     with QuotaSteps(model, optimizer, data, accumulation=ACCUMULATION, **options) as steps:
-        for _ in range(PASSES):
-            for step in islice(steps, LIMIT):
+        while steps.done < PASSES * LIMIT:
+            assert steps.done_of_pass == (skip or 0) * (not taken)
+            for step in islice(steps, LIMIT - steps.done_of_pass):
                 taken.append([])
                 for (x,) in step:
                     with step.sync(model):
                         accelerator.backward(loss_of(model, x) * step.scale)
                     taken[-1] += x.tolist()
-    return {"taken": taken}
+                done.append((steps.done, steps.done_of_pass))
+    return {"taken": taken, "done": done}
 
 
 def main() -> None:
@@ -121,7 +124,10 @@ def main() -> None:
     for name, quotas in ("quotas", (5, 3, 1)), ("resumed", (1, 2, 6)):
         torch.save(by_quotas(accelerator, folder, name, *quotas), folder / f"{name}-{rank}.pt")
         dist.barrier()
-    torch.save(left_early(accelerator), folder / f"left-{rank}.pt")
+    left = left_early(accelerator)
+    torch.save(left, folder / f"left-{rank}.pt")
+    resumed = left_early(accelerator, *left["done"][LIMIT])
+    torch.save(resumed, folder / f"left-resumed-{rank}.pt")
     accelerator.end_training()
 
 

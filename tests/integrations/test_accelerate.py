@@ -29,7 +29,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
     folder: Path = tmp_path_factory.mktemp("loops")
     run_ranks(f"{__package__}.accelerate_loops", folder, RANKS)
-    names = ("undisturbed", "quotas", "resumed", "left")
+    names = ("undisturbed", "quotas", "resumed", "left", "left-resumed")
     return {
         name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(RANKS)] for name in names
     }
@@ -55,14 +55,16 @@ def test_quotas_train_what_the_undisturbed_loop_trains(
             torch.testing.assert_close(tensor, theirs[0]["model"][key], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "done"), [("left", 0), ("left-resumed", 3)])
 def test_a_pass_that_is_left_early_is_followed_by_a_whole_one(
-    loops: dict[str, list[dict[str, Any]]],
+    name: str, done: int, loops: dict[str, list[dict[str, Any]]]
 ) -> None:
+    """Also where a training goes on in the middle of a later one."""
     of_step = [
         sorted(one for rank in step for one in rank)
-        for step in zip(*(rank["taken"] for rank in loops["left"]), strict=True)
+        for step in zip(*(rank["taken"] for rank in loops[name]), strict=True)
     ]
-    assert of_step == [list(range(18)), list(range(18, 36))] * 3
+    assert of_step == ([list(range(18)), list(range(18, 36))] * 3)[done:]
 
 
 def test_data_of_one_rank_are_refused() -> None:
