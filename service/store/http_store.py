@@ -322,18 +322,22 @@ class HttpStore:
         return EventCursor(event.decode(), steps[0][0].decode() if steps else _BEGIN)
 
     async def steps(self, name: str, *, after: int, limit: int) -> list[dict[str, Any]]:
-        """The newest summaries of steps above `after`, oldest first."""
+        """The newest summaries of steps above `after`, oldest first. Where a job has gone back,
+        what was stored before of that step and of later ones no longer counts."""
         found: list[dict[str, Any]] = []
-        newest, count = "+", 4
-        while len(found) < limit:
-            count = min(4 * count, 500, limit - len(found))
+        newest, count, lowest = "+", 4, math.inf
+        while len(found) < limit and lowest > after + 1:
+            count = min(4 * count, 500)
             items = await self._redis.xrevrange(JobKeys(name).steps, max=newest, count=count)
-            page = [_document(identity, fields) for identity, fields in items]
-            found += [step for step in page if step["step"] > after]
-            if len(page) < count or page[-1]["step"] <= after:
+            for identity, fields in items:
+                step = _document(identity, fields)
+                if after < step["step"] < lowest:
+                    found.append(step)
+                lowest = min(lowest, step["step"])
+            if len(items) < count:
                 break
             newest = f"({items[-1][0].decode()}"
-        return found[::-1]
+        return found[:limit][::-1]
 
 
 def _order(item: tuple[bytes, dict[bytes, bytes]]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 import urllib3
 import uvicorn
 from fastapi import FastAPI
@@ -26,6 +27,7 @@ from resihp.contracts.codec import WireFormat, encode
 from service import Settings, Sidecar, create_app
 from service.connections import TimedConnection
 from service.store.embedded_redis import socket_path
+from service.store.schema import JobKeys
 from service.worker.adapters import AdapterFactory
 
 FAKES = (str(Path(__file__).parent / "serve_with_fakes.py"),)
@@ -79,6 +81,14 @@ def redis_pids(data: Path) -> list[int]:
         if b"redis-server" in command.split(b"\0")[0] and needle in command:
             found.append(int(entry.name))
     return found
+
+
+def stored_steps(data: Path, job: str = "j") -> list[int]:
+    """Steps of all summaries in the order in which they were stored: one that was stored twice is
+    there twice, while the API returns each step once."""
+    with redis.Redis(unix_socket_path=str(socket_path(data))) as store:
+        items = store.xrange(JobKeys(job).steps)
+    return [json.loads(fields[b"body"])["step"] for _, fields in items]
 
 
 class Http:

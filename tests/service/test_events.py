@@ -46,6 +46,25 @@ def commit(tmp_path: Path, http: Http) -> Iterator[object]:
     store.close()
 
 
+def test_steps_of_a_job_that_goes_back_count_once(http: Http, commit):
+    """Those of the old run were returned after the newest of the new one."""
+
+    def steps(query: str = "") -> list[tuple[int, float]]:
+        answer = http.get(f"/v1/jobs/j/steps{query}")["steps"]
+        return [(step["step"], step["observed_ms"]) for step in answer]
+
+    old = [(step, 1.0) for step in range(60)]
+    new = [(step, 2.0) for step in range(40, 43)]
+    commit(steps=[{"step": step, "observed_ms": ms} for step, ms in (*old, *new)])
+    assert steps() == [*old[:40], *new]
+    assert steps("?after=38") == [*old[39:40], *new]
+    assert steps("?limit=4") == [*old[39:40], *new]
+    assert steps("?after=42") == steps("?after=50") == []
+    commit(steps=STEPS)
+    assert steps() == [(0, 1.0), (1, 1.0), (2, 1.0)]
+    assert steps("?after=2") == []
+
+
 def seen(events: list[dict]) -> list[tuple[str, int | None]]:
     return [(event["event"], event["data"].get("number")) for event in events]
 

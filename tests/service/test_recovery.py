@@ -29,6 +29,7 @@ from tests.service.conftest import (
     job_of,
     redis_pids,
     running,
+    stored_steps,
 )
 
 
@@ -52,11 +53,12 @@ def counted(http: Http) -> tuple[int, str]:
     return int(evidence[0].removeprefix("records=")), evidence[1]
 
 
-def assert_all_applied_once(http: Http, steps: int) -> None:
+def assert_all_applied_once(http: Http, data: Path, steps: int) -> None:
     eventually(lambda: http.get("/v1/jobs/j")["backlog"] == 0)
     assert counted(http) == (32 * steps, f"checksum={32 * steps * 100}")
     summaries = http.get("/v1/jobs/j/steps")["steps"]
     assert [summary["step"] for summary in summaries] == list(range(steps - 1))
+    assert stored_steps(data) == list(range(steps - 1))
     assert {summary["observed_ms"] for summary in summaries} == {40.0}
 
 
@@ -80,7 +82,7 @@ def kill_and_start_again(sidecar: Sidecar) -> None:
             sidecar.kill()
             eventually(lambda: not redis_pids(sidecar.data))
             sidecar.start()
-    assert_all_applied_once(http, 20)
+    assert_all_applied_once(http, sidecar.data, 20)
     assert http.statuses("j")[7] == "fail_stop"
     assert http.get("/v1/jobs/j/plan")["version"] == 1
     http.close()
@@ -102,7 +104,7 @@ def test_a_killed_redis_is_started_again(sidecar: Sidecar):
             (pid,) = redis_pids(sidecar.data)
             wait_until_written(sidecar.data)
             os.kill(pid, signal.SIGKILL)
-    assert_all_applied_once(http, 20)
+    assert_all_applied_once(http, sidecar.data, 20)
     http.close()
 
 
@@ -148,7 +150,7 @@ def test_a_worker_that_dies_in_mid_batch_is_replaced(tmp_path: Path):
                     workers.append(start_worker(tmp_path))
                     seen = 32 * step if step > 3 else 0
                     eventually(lambda seen=seen: http.records("j") > seen)
-            assert_all_applied_once(http, 30)
+            assert_all_applied_once(http, tmp_path, 30)
             http.close()
     finally:
         for worker in workers:

@@ -26,7 +26,16 @@ from test_recovery import start_worker
 
 from resihp.contracts import TelemetryBatch
 from service import Sidecar
-from tests.service.conftest import FAKES, Http, batch_of, children, eventually, job_of, redis_pids
+from tests.service.conftest import (
+    FAKES,
+    Http,
+    batch_of,
+    children,
+    eventually,
+    job_of,
+    redis_pids,
+    stored_steps,
+)
 
 pytestmark = pytest.mark.soak
 
@@ -159,7 +168,7 @@ def test_nothing_is_lost_twice_or_wrong_while_processes_die(
             stop.set()
             for sender in senders:
                 sender.join()
-        delays_s = [check(http, history) for history in histories]
+        delays_s = [check(http, sidecar.data, history) for history in histories]
         http.close()
     answers = sum((history.answers for history in histories), Counter())
     with capsys.disabled():
@@ -170,7 +179,7 @@ def test_nothing_is_lost_twice_or_wrong_while_processes_die(
         )
 
 
-def check(http: Http, history: History) -> float:
+def check(http: Http, data: Path, history: History) -> float:
     """Compare what the service made of a job with its history; the delay of its verdict in s."""
     path = f"/v1/jobs/{history.job}"
     eventually(lambda: http.get(path)["backlog"] == 0, timeout_s=PATIENCE_S)
@@ -182,6 +191,7 @@ def check(http: Http, history: History) -> float:
     assert slow == {history.slow}
     summaries = http.get(f"{path}/steps?limit=10000")["steps"]
     assert [summary["step"] for summary in summaries] == list(range(history.steps - 1))
+    assert stored_steps(data, history.job) == list(range(history.steps - 1))
     found = [event for event in events_of(http, path) if event["kind"] == "verdict"]
     named = [event for event in found if event["verdict"]["status"] == "fail_slow"]
     assert [(event["verdict"]["rank"], event["verdict"]["step"]) for event in named] == [

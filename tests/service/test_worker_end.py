@@ -17,7 +17,7 @@ from service.store.schema import GROUP, JobKeys
 from service.worker import loop
 from service.worker.loop import Worker
 from service.worker.owned_job import OwnedJob
-from tests.service.conftest import batch_of, eventually, job_of, running
+from tests.service.conftest import batch_of, eventually, job_of, running, stored_steps
 
 STEPS = 12
 
@@ -65,8 +65,7 @@ def test_messages_that_are_too_costly_to_save_stay_for_the_next_worker(
         with working(settings.model_copy(update={"commit_every_s": 0.05})):
             eventually(lambda: http.records("j") == 32 * STEPS)  # perhaps before they are saved
             eventually(lambda: (http.get("/v1/jobs/j")["backlog"], unsaved()) == (0, 0))
-        summaries = http.get("/v1/jobs/j/steps")["steps"]
-        assert [summary["step"] for summary in summaries] == list(range(STEPS - 1))
+        assert stored_steps(tmp_path) == list(range(STEPS - 1))
 
 
 def test_steps_of_a_job_that_went_back_are_shown_once(
@@ -82,12 +81,9 @@ def test_steps_of_a_job_that_went_back_are_shown_once(
         def shown_after(steps: range) -> list[int]:
             for step in steps:
                 assert http.send("j", batch_of(step)).status == 202
-            path = "/v1/jobs/j/steps?after=-1"
-
-            def shown() -> list[int]:
-                return [summary["step"] for summary in http.get(path)["steps"]]
-
-            return eventually(lambda: (found := shown())[-1:] == [steps[-2]] and found)
+            return eventually(
+                lambda: (found := stored_steps(tmp_path))[-1:] == [steps[-2]] and found
+            )
 
         http.register(job_of())
         with working(settings):
