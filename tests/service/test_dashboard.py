@@ -145,6 +145,24 @@ def test_a_token_is_asked_for(tmp_path: Path, browser: webdriver.Chrome):
         eventually(lambda: "No job yet" in text(browser, "#empty"))
 
 
+def test_what_is_unchanged_is_not_sent_again(tmp_path: Path, browser: webdriver.Chrome):
+    with running(Settings(redis_url=None, data=tmp_path / "data", token="secret")) as http:
+        bearer = {"Authorization": "Bearer secret"}
+        http("PUT", "/v1/jobs/same", to_json(job_of("same")), headers=bearer)
+        browser.get(http.url)
+        browser.execute_script("sessionStorage.setItem('resihp-token', 'secret')")
+        browser.refresh()
+        eventually(lambda: "same" in text(browser, "#jobs"))
+
+        def unchanged() -> bool:
+            """Whether `/v1/jobs` was answered with 304."""
+            lines = http("GET", "/v1/metrics", headers=bearer).data.decode().splitlines()
+            parts = 'route="/v1/jobs",status="304"'
+            return any("http_requests_total" in line and parts in line for line in lines)
+
+        eventually(unchanged)
+
+
 def test_the_api_page_works_without_the_net(http: Http, browser: webdriver.Chrome):
     browser.get(f"{http.url}/docs")
     eventually(lambda: "/v1/jobs/{job}/telemetry" in text(browser, "#swagger-ui"))
