@@ -8,19 +8,19 @@ import { follow, get, Unauthorized } from "./stream.js";
 const $ = (id) => document.getElementById(id);
 const KEEP_STEPS = 5000;
 
-let shown = null; // name of the selected job
-let stop = () => {};
-let data = null;
-let timer = null;
-let tookMs = 0; // the last refresh, drawing included
+let shown = null; // the selected job, see `show`
+let isReached = null; // whether the last requests were answered; null before the first
 
 function theme(name) {
   document.documentElement.dataset.theme = name;
   localStorage.setItem("resihp-theme", name);
-  if (data) draw();
+  if (shown?.data) draw(shown);
 }
 
-function state(name) {
+// With a job shown, live is what its stream is: answers to polls alone prove nothing of it.
+function drawState() {
+  const calm = shown ? shown.stream : isReached ? "live" : "waiting";
+  const name = isReached === false || shown?.hasFailed ? "away" : calm;
   $("link").dataset.state = name;
   $("link").textContent = { live: "live", away: "disconnected", waiting: "connecting" }[name];
 }
@@ -45,26 +45,58 @@ async function loadJobs() {
       );
     }),
   );
-  if (name !== shown) await show(name);
+  if (name !== (shown?.name ?? null)) show(name);
   if (name === null) only("empty");
 }
 
-async function show(name) {
-  stop();
-  shown = name;
-  data = null;
+// name       of the job
+// data       what is drawn; null before the first answer
+// stream     state of its event stream: waiting, live or away
+// isBusy     whether a refresh is in flight, or has been until just now
+// isDue      whether another one was asked for meanwhile
+// hasFailed  whether the last one has
+// stop       ends the stream
+function show(name) {
+  shown?.stop();
   $("log").replaceChildren();
+  shown = null;
   if (name === null) return;
-  await refresh();
+  const view = { name, data: null, stream: "waiting", isBusy: false, isDue: false, hasFailed: false };
   const path = `/jobs/${encodeURIComponent(name)}/events?replay=true`;
-  stop = follow(path, (event) => take(name, event), state);
+  const changed = (state) => {
+    view.stream = state;
+    drawState();
+  };
+  view.stop = follow(path, (event) => take(view, event), changed);
+  shown = view;
 }
 
-async function refresh() {
+// One at a time. Events come in bursts: those that come meanwhile and shortly after share the next
+// one, and after a long one there is time for others.
+async function refresh(view) {
+  view.isDue = view.isBusy;
+  if (view.isBusy) return;
+  view.isBusy = true;
   const begunMs = performance.now();
-  const name = shown;
-  const path = `/jobs/${encodeURIComponent(name)}`;
-  const after = data?.steps.at(-1)?.step ?? -1;
+  let restMs = 400;
+  try {
+    await load(view);
+    view.hasFailed = false;
+    restMs = Math.max(restMs, 4 * (performance.now() - begunMs));
+  } catch (error) {
+    view.hasFailed = true;
+    if (view === shown) throw error;
+  } finally {
+    setTimeout(() => {
+      view.isBusy = false;
+      if (view.isDue && view === shown) attempt(() => refresh(view));
+    }, restMs);
+  }
+}
+
+async function load(view) {
+  const path = `/jobs/${encodeURIComponent(view.name)}`;
+  const after = view.data?.steps.at(-1)?.step ?? -1;
   const [job, { verdicts }, links, diagnosis, { steps }, { reactions }] = await Promise.all([
     get(path),
     get(`${path}/verdicts`),
@@ -73,23 +105,20 @@ async function refresh() {
     get(`${path}/steps?after=${after}&limit=${KEEP_STEPS}`),
     get(`${path}/reactions`),
   ]);
-  if (name !== shown) return;
   const version = job.rollout?.active ?? job.plan.version;
   const active = job.plan.version === version ? job.plan : await get(`${path}/plan/${version}`);
-  if (name !== shown) return;
-  data = { job, active, verdicts, links, diagnosis, reactions, steps: merged(data?.steps ?? [], steps) };
+  if (view !== shown) return;
+  const known = view.data?.steps ?? [];
+  view.data = { job, active, verdicts, links, diagnosis, reactions, steps: merged(known, steps) };
   only("job");
-  draw();
-  tookMs = performance.now() - begunMs;
+  draw(view);
 }
 
-// Two overlapping refreshes may bring the same steps.
 function merged(known, fresh) {
-  const last = known.at(-1)?.step ?? -1;
-  return [...known, ...fresh.filter((step) => step.step > last)].slice(-KEEP_STEPS);
+  return [...known, ...fresh].slice(-KEEP_STEPS);
 }
 
-function draw() {
+function draw({ name, data }) {
   const { job, active, verdicts, links, diagnosis, steps } = data;
   drawFacts($("facts"), data);
   drawChart($("chart"), steps, verdicts);
@@ -99,35 +128,37 @@ function draw() {
   drawCause($("cause"), diagnosis);
   const waiting = job.rollout && job.rollout.newest > job.rollout.active;
   $("plan-note").textContent = `plan ${job.plan.version}${waiting ? ", not applied yet" : ""} · ${job.plan.schedule}`;
-  document.title = `${shown} · ResiHP`;
+  document.title = `${name} · ResiHP`;
 }
 
-function take(name, event) {
-  if (name !== shown) return;
-  if (event.kind === "deleted") return void loadJobs().catch(failed);
+function take(view, event) {
+  if (view !== shown) return;
+  if (event.kind === "deleted") return void attempt(update);
   if (event.kind !== "step") addToLog($("log"), event);
-  // Events come in bursts: one refresh for all of them, and time for others after a long one.
-  timer ??= setTimeout(
-    () => {
-      timer = null;
-      refresh().catch(failed);
-    },
-    Math.max(400, 4 * tookMs),
-  );
+  attempt(() => refresh(view));
 }
 
-function failed(error) {
-  if (error instanceof Unauthorized) only("token");
-  else state("away");
+async function update() {
+  await loadJobs();
+  if (shown && ($("job").hidden || !shown.data || shown.hasFailed || shown.stream !== "live")) {
+    await refresh(shown);
+  }
+}
+
+async function attempt(work) {
+  try {
+    await work();
+    isReached = true;
+  } catch (error) {
+    isReached = false;
+    if (error instanceof Unauthorized) only("token");
+    else if (shown && !shown.data) only(null); // not the panels of another job
+  }
+  drawState();
 }
 
 async function poll() {
-  try {
-    await loadJobs();
-    if ($("link").dataset.state !== "live" || shown === null) state("live");
-  } catch (error) {
-    failed(error);
-  }
+  if (!document.hidden) await attempt(update);
   setTimeout(poll, 3000);
 }
 
@@ -138,10 +169,11 @@ $("theme").addEventListener("click", () =>
 $("token").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("resihp-token", new FormData(event.target).get("token"));
-  loadJobs().catch(failed);
+  attempt(update);
 });
-addEventListener("hashchange", () => loadJobs().catch(failed));
-addEventListener("resize", () => data && draw());
+addEventListener("hashchange", () => attempt(update));
+addEventListener("resize", () => shown?.data && draw(shown));
+document.addEventListener("visibilitychange", () => document.hidden || attempt(update));
 drawScale($("scale"));
 theme(
   localStorage.getItem("resihp-theme") ??

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,9 +52,39 @@ def browser(chrome: webdriver.Chrome) -> webdriver.Chrome:
 
 
 def text(browser: webdriver.Chrome, selector: str) -> str:
-    """In one go: the page draws its elements anew whenever something comes in."""
-    shown = "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText).join('\\n')"
+    """What is seen of it, in one go: the page draws its elements anew whenever something comes."""
+    shown = """
+        const seen = [...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility());
+        return seen.map(e => e.innerText).join("\\n");
+    """
     return str(browser.execute_script(shown, selector))
+
+
+@contextlib.contextmanager
+def before_the_page(browser: webdriver.Chrome, script: str) -> Iterator[None]:
+    """Pages opened in the block run `script` before their own."""
+    name = "Page.addScriptToEvaluateOnNewDocument"
+    added = browser.execute_cdp_cmd(name, {"source": script})
+    yield
+    browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def answering(url_part: str, answer: str) -> str:
+    """A script that gives `answer` for requests to such URLs; `real` is the browser's `fetch`, and
+    `number` counts these requests from 1."""
+    return f"""
+        const real = window.fetch;
+        let number = 0;
+        window.fetch = (url, options) => {{
+            if (!String(url).includes({json.dumps(url_part)})) return real(url, options);
+            number += 1;
+            return {answer};
+        }};
+    """
+
+
+def watchers(http: Http) -> int:
+    return int(http.app.state.context.notifier.count)
 
 
 def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
@@ -92,6 +124,76 @@ def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
     http("DELETE", "/v1/jobs/live")
     eventually(lambda: "No job yet" in text(browser, "#empty"))
     assert_clean(browser, http)
+
+
+def test_a_job_is_followed_although_its_first_request_failed(http: Http, browser: webdriver.Chrome):
+    http.register(job_of("failed"))
+    failing = "number > 1 ? real(url, options) : Promise.reject(new TypeError('failed'))"
+    with before_the_page(browser, answering("/diagnosis", failing)):
+        browser.get(f"{http.url}#failed")
+    eventually(lambda: text(browser, "#link") == "live" and text(browser, "#facts"))
+    http("POST", "/v1/jobs/failed/failures", {"ranks": [6]})
+    eventually(lambda: "stopped" in text(browser, '[data-rank="6"]'))
+    eventually(lambda: "Rank 6 reported stopped" in text(browser, "#log"))
+
+
+def test_panels_go_on_without_a_stream_and_the_page_says_so(http: Http, browser: webdriver.Chrome):
+    http.register(job_of("refused"))
+    with before_the_page(
+        browser, answering("/events", "Promise.resolve(new Response('', {status: 429}))")
+    ):
+        browser.get(f"{http.url}#refused")
+    eventually(lambda: text(browser, "#facts"))
+    http("POST", "/v1/jobs/refused/failures", {"ranks": [6]})
+    eventually(lambda: "stopped" in text(browser, '[data-rank="6"]'))
+    eventually(lambda: text(browser, "#link") == "disconnected")
+
+
+def test_a_stream_that_has_fallen_silent_is_opened_again(http: Http, browser: webdriver.Chrome):
+    http.register(job_of("silent"))
+    silent = """number > 1 ? real(url, options) : Promise.resolve(new Response(new ReadableStream({
+        start(controller) {
+            controller.enqueue(new TextEncoder().encode("retry: 1000\\n\\n"));
+            options.signal.addEventListener("abort", () => controller.error(new Error("aborted")));
+        },
+    })))"""
+    sooner = """
+        const later = window.setTimeout;
+        window.setTimeout = (work, ms) => later(work, ms > 20000 && number === 1 ? 100 : ms);
+    """
+    with before_the_page(browser, answering("/events", silent) + sooner):
+        browser.get(f"{http.url}#silent")
+    eventually(lambda: "Registered as silent" in text(browser, "#log"))
+
+
+def test_switching_between_jobs_leaves_one_stream(http: Http, browser: webdriver.Chrome):
+    for name in ("left", "right"):
+        http.register(job_of(name))
+    late = "new Promise((done) => setTimeout(done, 300)).then(() => real(url, options))"
+    with before_the_page(browser, answering("/diagnosis", late)):
+        browser.get(f"{http.url}#left")
+    eventually(lambda: "left" in text(browser, "#jobs"))
+    browser.execute_script(
+        "for (let i = 0; i < 7; i++)"
+        " setTimeout(() => (location.hash = i % 2 ? 'left' : 'right'), 60 * i)"
+    )
+    eventually(lambda: browser.title.startswith("right"))
+    eventually(lambda: text(browser, "#link") == "live")
+    eventually(lambda: watchers(http) == 1)
+
+
+def test_a_page_that_is_not_seen_holds_no_stream(http: Http, browser: webdriver.Chrome):
+    http.register(job_of("hidden"))
+    browser.get(f"{http.url}#hidden")
+    eventually(lambda: "Registered as hidden" in text(browser, "#log") and watchers(http) == 1)
+    page = browser.current_window_handle
+    browser.switch_to.new_window("tab")
+    eventually(lambda: watchers(http) == 0)
+    http("POST", "/v1/jobs/hidden/failures", {"ranks": [6]})
+    browser.close()
+    browser.switch_to.window(page)
+    eventually(lambda: "Rank 6 reported stopped" in text(browser, "#log"))
+    assert text(browser, "#log").count("Registered as hidden") == 1
 
 
 def test_advice_for_a_job_that_takes_on_no_plan_is_shown(http: Http, browser: webdriver.Chrome):
@@ -143,6 +245,23 @@ def test_a_token_is_asked_for(tmp_path: Path, browser: webdriver.Chrome):
         browser.find_element(By.NAME, "token").send_keys("secret")
         browser.find_element(By.CSS_SELECTOR, "#token button").click()
         eventually(lambda: "No job yet" in text(browser, "#empty"))
+
+
+def test_a_job_is_shown_again_once_the_right_token_is_given(
+    tmp_path: Path, browser: webdriver.Chrome
+):
+    with running(Settings(redis_url=None, data=tmp_path / "data", token="secret")) as http:
+        bearer = {"Authorization": "Bearer secret"}
+        http("PUT", "/v1/jobs/again", to_json(job_of("again")), headers=bearer)
+        browser.get(http.url)
+        browser.execute_script("sessionStorage.setItem('resihp-token', 'secret')")
+        browser.refresh()
+        eventually(lambda: text(browser, "#facts"))
+        browser.execute_script("sessionStorage.setItem('resihp-token', 'wrong')")
+        eventually(lambda: "requires a token" in text(browser, "#token"))
+        browser.find_element(By.NAME, "token").send_keys("secret")
+        browser.find_element(By.CSS_SELECTOR, "#token button").click()
+        eventually(lambda: text(browser, "#facts"))
 
 
 def test_what_is_unchanged_is_not_sent_again(tmp_path: Path, browser: webdriver.Chrome):
