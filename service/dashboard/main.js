@@ -33,7 +33,8 @@ async function loadJobs() {
   const { jobs } = await get("/jobs");
   const wanted = decodeURIComponent(location.hash.slice(1));
   const names = jobs.map((job) => job.name);
-  const name = names.includes(wanted) ? wanted : (names.at(-1) ?? null);
+  const present = [wanted, shown?.name].find((each) => names.includes(each));
+  const name = present ?? names.at(-1) ?? null;
   $("jobs").replaceChildren(
     ...jobs.map((job) => {
       const bad = job.devices.fail_slow || job.devices.fail_stop;
@@ -96,26 +97,30 @@ async function refresh(view) {
 
 async function load(view) {
   const path = `/jobs/${encodeURIComponent(view.name)}`;
-  const after = view.data?.steps.at(-1)?.step ?? -1;
-  const [job, { verdicts }, links, diagnosis, { steps }, { reactions }] = await Promise.all([
+  const [job, { verdicts }, links, diagnosis, steps, { reactions }] = await Promise.all([
     get(path),
     get(`${path}/verdicts`),
     get(`${path}/links`),
     get(`${path}/diagnosis`),
-    get(`${path}/steps?after=${after}&limit=${KEEP_STEPS}`),
+    stepsBeyond(view.data?.steps ?? [], path),
     get(`${path}/reactions`),
   ]);
   const version = job.rollout?.active ?? job.plan.version;
   const active = job.plan.version === version ? job.plan : await get(`${path}/plan/${version}`);
   if (view !== shown) return;
-  const known = view.data?.steps ?? [];
-  view.data = { job, active, verdicts, links, diagnosis, reactions, steps: merged(known, steps) };
+  view.data = { job, active, verdicts, links, diagnosis, reactions, steps };
   only("job");
   draw(view);
 }
 
-function merged(known, fresh) {
-  return [...known, ...fresh].slice(-KEEP_STEPS);
+// The known steps and newer ones. The last known step is asked for again: if it is gone or was done
+// anew, the job has gone back, and all steps are asked for.
+async function stepsBeyond(known, path) {
+  const last = known.at(-1);
+  const after = last ? last.step - 1 : -1;
+  const { steps } = await get(`${path}/steps?after=${after}&limit=${KEEP_STEPS}`);
+  if (last && steps[0]?.at !== last.at) return stepsBeyond([], path);
+  return [...known.slice(0, -1), ...steps].slice(-KEEP_STEPS);
 }
 
 function draw({ name, data }) {

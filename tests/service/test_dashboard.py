@@ -196,6 +196,40 @@ def test_a_page_that_is_not_seen_holds_no_stream(http: Http, browser: webdriver.
     assert text(browser, "#log").count("Registered as hidden") == 1
 
 
+def test_steps_follow_a_job_that_goes_back(http: Http, browser: webdriver.Chrome):
+    http.register(job_of("back"))
+    browser.get(f"{http.url}#back")
+
+    def chart(selector: str) -> str:
+        shown = "return document.querySelector('#chart ' + arguments[0])?.textContent"
+        return browser.execute_script(shown, selector) or ""
+
+    def run(*steps: int) -> str:
+        """Do these steps; the first label of the chart once it ends with the last but one, which
+        is whole."""
+        for step in steps:
+            http.send("back", batch_of(step))
+        eventually(lambda: f"Step {steps[-2]}:" in chart("title"))
+        return chart('text[text-anchor="middle"]')
+
+    assert run(*range(80, 100)) == "80"
+    assert run(*range(90, 94)) == "80"
+    assert run(*range(10, 16)) == "10"
+    http.register(job_of("back", device="H100"))
+    eventually(lambda: "Waiting for the first steps" in text(browser, "#chart"))
+
+
+def test_a_job_stays_shown_when_another_is_registered(http: Http, browser: webdriver.Chrome):
+    http.register(job_of("zebra-1"))
+    browser.get(http.url)
+    eventually(lambda: browser.title.startswith("zebra-1"))
+    http.register(job_of("zebra-2"))
+    eventually(lambda: "zebra-2" in text(browser, "#jobs"))
+    assert text(browser, "#jobs [aria-current]") == "zebra-1"
+    for name in ("zebra-1", "zebra-2"):
+        http("DELETE", f"/v1/jobs/{name}")
+
+
 def test_advice_for_a_job_that_takes_on_no_plan_is_shown(http: Http, browser: webdriver.Chrome):
     http.register(job_of("told", actions=("notify",)))
     browser.get(http.url)
