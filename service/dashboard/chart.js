@@ -112,14 +112,16 @@ export function drawChart(host, all, verdicts) {
   addTip(host, picture, steps, x, height);
 }
 
+let pointed = null; // the step of the tip, which outlives a picture that is drawn anew under it
+
 function addTip(host, picture, steps, x, height) {
   const cursor = svg("line", { class: "cursor", y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
   const tip = el("div.tip", { hidden: "" });
   picture.append(cursor);
   host.append(tip);
-  picture.addEventListener("pointermove", (event) => {
-    const at = event.clientX - picture.getBoundingClientRect().left;
-    const near = steps.reduce((a, b) => (Math.abs(x(b.step) - at) < Math.abs(x(a.step) - at) ? b : a));
+  const nearest = (distance) => steps.reduce((a, b) => (distance(b) < distance(a) ? b : a));
+  const show = (near) => {
+    pointed = near.step;
     const place = x(near.step);
     cursor.setAttribute("x1", place);
     cursor.setAttribute("x2", place);
@@ -128,9 +130,15 @@ function addTip(host, picture, steps, x, height) {
     const healthy = near.healthy_ms ? ` · if healthy ${ms(near.healthy_ms)}` : "";
     tip.textContent = `step ${near.step} · ${ms(near.observed_ms)} · expected ${ms(expectedMs(near))}${healthy}`;
     tip.style.left = `${Math.max(0, Math.min(place + 8, host.clientWidth - tip.offsetWidth - 4))}px`;
-  });
-  picture.addEventListener("pointerleave", () => {
+  };
+  host.onpointermove = (event) => {
+    const at = event.clientX - picture.getBoundingClientRect().left;
+    show(nearest((step) => Math.abs(x(step.step) - at)));
+  };
+  host.onpointerleave = () => {
+    pointed = null;
     cursor.setAttribute("visibility", "hidden");
     tip.hidden = true;
-  });
+  };
+  if (pointed !== null) show(nearest((step) => Math.abs(step.step - pointed)));
 }

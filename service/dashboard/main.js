@@ -1,8 +1,9 @@
 // The page: the list of jobs, and the selected job with live updates.
 import { drawChart } from "./chart.js";
-import { el } from "./dom.js";
 import { addToLog } from "./log.js";
-import { drawCause, drawFacts, drawHealth, drawLayout, drawLinks, drawScale } from "./panels.js";
+import {
+  drawCause, drawFacts, drawHealth, drawJobs, drawLayout, drawLinks, drawScale,
+} from "./panels.js";
 import { follow, get, Unauthorized } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
@@ -35,17 +36,7 @@ async function loadJobs() {
   const names = jobs.map((job) => job.name);
   const present = [wanted, shown?.name].find((each) => names.includes(each));
   const name = present ?? names.at(-1) ?? null;
-  $("jobs").replaceChildren(
-    ...jobs.map((job) => {
-      const bad = job.devices.fail_slow || job.devices.fail_stop;
-      return el(
-        "a",
-        { href: `#${encodeURIComponent(job.name)}`, "aria-current": job.name === name ? "page" : null },
-        el(`span.dot${bad ? ".bad" : ""}`, { title: bad ? "has slow or stopped devices" : "healthy" }),
-        job.name,
-      );
-    }),
-  );
+  drawJobs($("jobs"), jobs, name);
   if (name !== (shown?.name ?? null)) show(name);
   if (name === null) only("empty");
 }

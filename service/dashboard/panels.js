@@ -11,6 +11,26 @@ const CAUSES = {
   host: "host",
 };
 
+// Links stay in place, as one of them may have the focus. Jobs come by name.
+export function drawJobs(host, jobs, shown) {
+  const known = new Map([...host.children].map((link) => [link.dataset.job, link]));
+  const links = jobs.map(({ name, devices }) => {
+    const bad = devices.fail_slow || devices.fail_stop;
+    const words = bad ? "has slow or stopped devices" : "healthy";
+    const link = known.get(name) ?? el("a", { "data-job": name }, el("span", { role: "img" }), name);
+    known.delete(name);
+    link.href = `#${encodeURIComponent(name)}`;
+    link.ariaCurrent = name === shown ? "page" : null;
+    link.firstChild.className = bad ? "dot bad" : "dot";
+    link.firstChild.title = link.firstChild.ariaLabel = words;
+    return link;
+  });
+  known.forEach((link) => link.remove());
+  links.forEach((link, at) => {
+    if (host.children[at] !== link) host.insertBefore(link, host.children[at] ?? null);
+  });
+}
+
 function describe(verdict) {
   if (!verdict) return ["–", "no verdict"];
   if (verdict.status === "fail_stop") return ["✕", "stopped"];
@@ -39,7 +59,7 @@ export function drawHealth(host, layout, verdicts) {
   const known = new Map(verdicts.map((verdict) => [verdict.rank, verdict]));
   const working = new Set();
   const depth = Math.max(...layout.replicas.map((replica) => replica.stages.length));
-  const table = el("table.heat", {}, el("caption", { hidden: "" }, "Slowdown of each device"));
+  const table = el("table.heat", {}, el("caption.heard", {}, "Slowdown of each device"));
   const top = Array.from({ length: depth }, (_, i) => el("th", { scope: "col" }, `stage ${i}`));
   table.append(el("thead", {}, el("tr", {}, el("td"), ...top)));
   const body = el("tbody");
@@ -58,8 +78,19 @@ export function drawHealth(host, layout, verdicts) {
     body.append(el("tr", {}, el("th", { scope: "row" }, "not in use"), all));
   }
   table.append(body);
-  if (working.size > 64) table.classList.add("dense");
   host.replaceChildren(table);
+  if (working.size <= 64) return;
+  table.classList.add("dense");
+  const ill = verdicts.filter((verdict) => verdict.status !== "healthy");
+  host.append(el("ul.ill", {}, ...ill.map((verdict) => el("li", {}, inFull(verdict)))));
+}
+
+function inFull(verdict) {
+  const { rank, status, slowdown, since_step: since, evidence } = verdict;
+  const factor = status === "fail_stop" ? "" : `, ${slowdown.toFixed(2)}×`;
+  const when = since === null ? "" : ` since step ${since}`;
+  const why = evidence.length ? `: ${evidence.join("; ")}` : "";
+  return `Rank ${rank}: ${WORDS[status]}${factor}${when}${why}`;
 }
 
 export function drawLinks(host, { links, counts }) {
@@ -134,14 +165,15 @@ export function drawFacts(host, { job, verdicts, steps, diagnosis, reactions }) 
   const stuck = planning.state === "infeasible";
   const fact = (title, value, note, isBad = false, tone = isBad ? ".bad" : "") =>
     el(`div.card.fact${tone}`, {}, el("small", {}, title), el("strong", {}, value), el("span", {}, note));
-  const names = bad.slice(0, 4).map((v) => `rank ${v.rank} ${WORDS[v.status]}`);
+  const names = bad.slice(0, 4).map((v) => `rank ${v.rank} ${WORDS[v.status]}`).join(", ");
+  const more = bad.length > 4 ? ` and ${bad.length - 4} more` : "";
   host.replaceChildren(
     fact("Step", job.last_step < 0 ? "–" : `${job.last_step}`, job.backlog ? `${job.backlog} messages waiting` : job.last_step < 0 ? "no steps yet" : "up to date"),
     fact("Step time", ms(last?.observed_ms), ratio ? `${ratio.toFixed(2)}× the expected time` : "no prediction yet"),
     fact(
       "Devices",
       verdicts.length ? `${healthy} of ${verdicts.length} healthy` : "–",
-      names.join(", ") || (verdicts.length ? "none slow, none stopped" : "no verdicts yet"),
+      names + more || (verdicts.length ? "none slow, none stopped" : "no verdicts yet"),
       bad.length > 0,
     ),
     fact(

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
-from resihp.contracts import to_json
+from resihp.contracts import Job, Layout, to_json
 from service import Settings
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
@@ -228,6 +229,46 @@ def test_a_job_stays_shown_when_another_is_registered(http: Http, browser: webdr
     assert text(browser, "#jobs [aria-current]") == "zebra-1"
     for name in ("zebra-1", "zebra-2"):
         http("DELETE", f"/v1/jobs/{name}")
+
+
+def test_what_the_pointer_tells_is_there_without_one(http: Http, browser: webdriver.Chrome):
+    layout = Layout.grid(dp=9, pp=1, tp=8, layers=4)
+    http.register(Job(name="large", layout=layout, microbatches=9))
+    browser.get(f"{http.url}#large")
+    eventually(lambda: text(browser, "#facts"))
+    link = browser.find_element(By.CSS_SELECTOR, '#jobs [data-job="large"]')
+    browser.execute_script("arguments[0].focus()", link)
+    http("POST", "/v1/jobs/large/failures", {"ranks": [1, 2, 3, 5, 8, 70], "detail": "no heart"})
+    eventually(lambda: "and 2 more" in text(browser, "#facts"))
+    told = text(browser, "#health li").splitlines()
+    assert [line.split(",")[0].split(":")[0] for line in told] == [
+        f"Rank {rank}" for rank in (1, 2, 3, 5, 8, 70)
+    ]
+    assert told[0].startswith("Rank 1: stopped")
+    bad = '#jobs [data-job="large"] [aria-label="has slow or stopped devices"]'
+    eventually(lambda: browser.find_elements(By.CSS_SELECTOR, bad))
+    assert browser.switch_to.active_element == link
+    assert text(browser, "#health caption") == "Slowdown of each device"
+    http("DELETE", "/v1/jobs/large")
+
+
+def test_the_tip_of_the_chart_stays_under_a_resting_pointer(http: Http, browser: webdriver.Chrome):
+    http.register(job_of("tip"))
+    for step in range(8):
+        http.send("tip", batch_of(step))
+    browser.get(f"{http.url}#tip")
+    eventually(lambda: browser.find_elements(By.CSS_SELECTOR, "#chart path.observed"))
+    chart = browser.find_element(By.ID, "chart")
+    ActionChains(browser).move_to_element(chart).perform()
+    tip = text(browser, "#chart .tip").split(" · ")[0]
+    assert tip.startswith("step ")
+    old = browser.find_element(By.CSS_SELECTOR, "#chart svg")
+    http.send("tip", batch_of(8))
+    eventually(lambda: browser.find_element(By.CSS_SELECTOR, "#chart svg") != old)
+    assert text(browser, "#chart .tip").split(" · ")[0] == tip
+    ActionChains(browser).move_to_element(browser.find_element(By.ID, "theme")).perform()
+    eventually(lambda: not text(browser, "#chart .tip"))
+    http("DELETE", "/v1/jobs/tip")
 
 
 def test_advice_for_a_job_that_takes_on_no_plan_is_shown(http: Http, browser: webdriver.Chrome):
