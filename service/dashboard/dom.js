@@ -17,6 +17,25 @@ export function svg(tag, attributes = {}, text = null) {
   return element;
 }
 
+// What the page remembers; while it is open only where the browser refuses its storage.
+const kept = new Map();
+
+export function recall(storage, key) {
+  try {
+    return window[storage].getItem(key);
+  } catch {
+    return kept.get(key) ?? null;
+  }
+}
+
+export function remember(storage, key, value) {
+  try {
+    window[storage].setItem(key, value);
+  } catch {
+    kept.set(key, value);
+  }
+}
+
 // `largest` of the values shown together determines the unit of all.
 export const ms = (value, largest = value) =>
   value === null || value === undefined

@@ -75,12 +75,33 @@ function addAnswer(host, event, draw) {
   host.prepend(item);
 }
 
+const CLOCK = { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" };
+const today = () => new Date().toDateString();
+let dated = today(); // the day on which the times were written
+
+// With the date if that is not today's.
+function short(time) {
+  const date = time.toDateString() === today() ? {} : { month: "short", day: "numeric" };
+  return time.toLocaleString([], { ...date, ...CLOCK });
+}
+
+// Writes the times anew once the day has changed.
+export function dateLog(host) {
+  if (dated === today()) return;
+  dated = today();
+  for (const time of host.querySelectorAll("time")) {
+    time.textContent = short(new Date(time.dateTime));
+  }
+}
+
 function line(at, [tone, tag, text, detail]) {
   const time = new Date(at * 1000);
+  const inFull = { dateStyle: "full", timeStyle: "long", hourCycle: "h23" };
+  const when = { datetime: time.toISOString(), title: time.toLocaleString([], inFull) };
   return el(
     "li",
     {},
-    el("time", { datetime: time.toISOString() }, time.toLocaleTimeString([], { hour12: false })),
+    el("time", when, short(time)),
     el(`span.tag${tone ? `.${tone}` : ""}`, {}, tag),
     el("div", {}, el("p", {}, text), detail ? el("p", {}, detail) : null),
   );

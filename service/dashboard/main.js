@@ -1,6 +1,7 @@
 // The page: the list of jobs, and the selected job with live updates.
 import { drawChart } from "./chart.js";
-import { addToLog } from "./log.js";
+import { recall, remember } from "./dom.js";
+import { addToLog, dateLog } from "./log.js";
 import {
   drawCause, drawFacts, drawHealth, drawJobs, drawLayout, drawLinks, drawScale,
 } from "./panels.js";
@@ -12,10 +13,12 @@ const KEEP_STEPS = 5000;
 let shown = null; // the selected job, see `show`
 let isReached = null; // whether the last requests were answered; null before the first
 
-function theme(name) {
-  document.documentElement.dataset.theme = name;
-  localStorage.setItem("resihp-theme", name);
-  if (shown?.data) draw(shown);
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+
+// The theme chosen on this page, else that of the system.
+function drawTheme() {
+  const chosen = recall("localStorage", "resihp-theme");
+  document.documentElement.dataset.theme = chosen ?? (prefersDark.matches ? "dark" : "light");
 }
 
 // With a job shown, live is what its stream is: answers to polls alone prove nothing of it.
@@ -154,25 +157,26 @@ async function attempt(work) {
 }
 
 async function poll() {
+  dateLog($("log"));
   if (!document.hidden) await attempt(update);
   setTimeout(poll, 3000);
 }
 
 $("origin").textContent = location.origin;
-$("theme").addEventListener("click", () =>
-  theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"),
-);
+$("theme").addEventListener("click", () => {
+  const { theme } = document.documentElement.dataset;
+  remember("localStorage", "resihp-theme", theme === "dark" ? "light" : "dark");
+  drawTheme();
+});
+prefersDark.addEventListener("change", drawTheme);
 $("token").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem("resihp-token", new FormData(event.target).get("token"));
+  remember("sessionStorage", "resihp-token", new FormData(event.target).get("token"));
   attempt(update);
 });
 addEventListener("hashchange", () => attempt(update));
 addEventListener("resize", () => shown?.data && draw(shown));
 document.addEventListener("visibilitychange", () => document.hidden || attempt(update));
 drawScale($("scale"));
-theme(
-  localStorage.getItem("resihp-theme") ??
-    (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"),
-);
+drawTheme();
 poll();

@@ -1,6 +1,8 @@
 // API requests with the token, and server-sent events over fetch (an EventSource cannot send
 // the token), resumed after an interruption.
-const token = () => sessionStorage.getItem("resihp-token");
+import { recall } from "./dom.js";
+
+const token = () => recall("sessionStorage", "resihp-token");
 const headers = () => (token() ? { Authorization: `Bearer ${token()}` } : {});
 
 const SILENT_MS = 25_000; // the sidecar sends something on a stream every 5 to 10 s

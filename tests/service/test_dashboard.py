@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,6 +312,58 @@ def test_the_theme_is_switched_and_kept(http: Http, browser: webdriver.Chrome):
     assert {first, second} == {"light", "dark"}
     browser.refresh()
     assert theme() == second
+
+
+def test_the_theme_is_that_of_the_system_until_one_is_chosen(http: Http, browser: webdriver.Chrome):
+    def shown_in(system: str) -> str:
+        media = {"features": [{"name": "prefers-color-scheme", "value": system}]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        frames = "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
+        browser.execute_async_script(frames)  # the page is told in the next
+        return str(browser.execute_script("return document.documentElement.dataset.theme"))
+
+    browser.get(http.url)
+    browser.execute_script("localStorage.clear()")
+    browser.refresh()
+    eventually(lambda: text(browser, "#link") != "connecting")
+    try:
+        assert [shown_in("dark"), shown_in("light")] == ["dark", "light"]
+        browser.find_element(By.ID, "theme").click()
+        assert [shown_in("dark"), shown_in("light")] == ["dark", "dark"]
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_page_works_where_storage_is_refused(tmp_path: Path, browser: webdriver.Chrome):
+    refused = "".join(
+        f"Object.defineProperty(window, '{name}', {{get() {{ throw new Error('refused'); }}}});"
+        for name in ("localStorage", "sessionStorage")
+    )
+    with (
+        running(Settings(redis_url=None, data=tmp_path / "data", token="secret")) as http,
+        before_the_page(browser, refused),
+    ):
+        browser.get(http.url)
+        eventually(lambda: "requires a token" in text(browser, "#token"))
+        browser.find_element(By.NAME, "token").send_keys("secret")
+        browser.find_element(By.CSS_SELECTOR, "#token button").click()
+        eventually(lambda: "No job yet" in text(browser, "#empty"))
+
+
+def test_events_of_another_day_have_a_date(http: Http, browser: webdriver.Chrome):
+    http.register(job_of("dates"))
+    browser.get(f"{http.url}#dates")
+    eventually(lambda: "Registered as dates" in text(browser, "#log"))
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", text(browser, "#log time"))
+    said = browser.find_element(By.CSS_SELECTOR, "#log time").get_attribute("title")
+    assert said is not None
+    assert re.search(r"\d{4}.*[A-Z]{3}", said)
+    browser.execute_script(
+        "const Real = Date; window.Date = class extends Real {"
+        " constructor(...at) { super(...(at.length ? at : [Real.now() + 86_400_000])); } }"
+    )
+    eventually(lambda: re.fullmatch(r"[A-Z].* \d\d:\d\d:\d\d", text(browser, "#log time")))
+    http("DELETE", "/v1/jobs/dates")
 
 
 def test_a_token_is_asked_for(tmp_path: Path, browser: webdriver.Chrome):
