@@ -162,8 +162,9 @@ def _interleaved(
         backward += [Pass(Op.BACKWARD, m, c) for c in reversed(range(chunks)) for m in group]
     ahead = (stages - stage - 1) * 2 + (chunks - 1) * size
     ahead = len(forward) if size < stages else min(ahead, len(forward))
-    if max_in_flight is not None and ahead >= max_in_flight * chunks:
-        least = -(-(ahead + 1) // chunks)
+    peak = min(ahead + 1, len(forward))
+    if max_in_flight is not None and peak > max_in_flight * chunks:
+        least = -(-peak // chunks)
         raise ContractError("max_in_flight", f"must be {least} or more with {chunks} chunks")
     order = forward[:ahead]
     for index, later in enumerate(backward):

@@ -106,6 +106,24 @@ def test_too_small_a_cap_for_interleaving_names_the_least():
     assert max(map(peak_in_flight, plan)) <= 6
 
 
+@given(
+    stages=st.integers(2, 5),
+    microbatches=st.integers(0, 12),
+    chunks=st.integers(2, 4),
+    cap=st.integers(1, 12),
+)
+def test_a_cap_refuses_those_interleaved_orders_that_exceed_it(stages, microbatches, chunks, cap):
+    """One that no stage could exceed, as there are no more microbatches, refuses none."""
+    free = orders(Schedule.INTERLEAVED, stages, microbatches, chunks)
+    peak = max(map(peak_in_flight, free))
+    assert peak <= microbatches
+    if peak <= cap:
+        assert orders(Schedule.INTERLEAVED, stages, microbatches, chunks, cap) == free
+        return
+    with pytest.raises(ContractError, match=f"must be {peak} or more with {chunks} chunks"):
+        orders(Schedule.INTERLEAVED, stages, microbatches, chunks, cap)
+
+
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
