@@ -57,7 +57,7 @@ def iteration_times(codes: Sequence[int], stamps_ms: Sequence[float]) -> Floats:
 
 def call_log(job: Job, steps_ms: Sequence[float]) -> tuple[list[int], list[float]]:
     """Calls of the first rank of the job: a transfer for each pass, a reduction at the end."""
-    order = job_orders(job, len(job.layout.replicas[0].stages), job.quotas[0])[0]
+    order = job_orders(job, job.quotas)[0][0]
     step = [int(item.op) for item in order] + [int(Op.COLLECTIVE)]
     ends = np.cumsum(steps_ms)
     parts = np.arange(1, len(step) + 1) / len(step)

@@ -16,9 +16,9 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import ContractError, Job, Op, TelemetryBatch
+from resihp.contracts import ContractError, Job, Op, Replica, TelemetryBatch
 from resihp.pipeline.graph import Graph
-from resihp.pipeline.orders import Part, job_orders
+from resihp.pipeline.orders import Part, chunks_run, replica_orders
 from resihp.pipeline.replay import WEIGHT_PART
 
 from .arrays import Floats, Ints, appended
@@ -43,11 +43,12 @@ class _Pipeline:
     part: Floats
 
     @classmethod
-    def of(cls, job: Job, stages: int, quota: int, in_flight: tuple[int, ...]) -> _Pipeline:
-        """The replica with these numbers of stages and microbatches, by the job's schedule."""
+    def of(cls, job: Job, replica: Replica, chunks: int, quota: int) -> _Pipeline:
+        """The replica with so many chunks per stage and microbatches, by the job's schedule."""
+        stages, given = len(replica.stages), (quota, job.schedule)
         place: list[tuple[int, int, int, int]] = []
         part, before, made = list[float](), list[list[int]](), dict[tuple[int, int, int], int]()
-        orders = job_orders(job, stages, quota, in_flight=in_flight)
+        orders = replica_orders(replica, *given, max_in_flight=job.max_in_flight, chunks=chunks)
         for stage, order in enumerate(orders):
             for at, item in enumerate(order):
                 number, backward = len(place), int(item.op is Op.BACKWARD)
@@ -74,10 +75,14 @@ class PipelineTime:
         self._job, self._places = job, places
         self._stages = np.array([len(replica.stages) for replica in job.layout.replicas])
         self._first_group = np.cumsum(self._stages) - self._stages
-        in_flight = [replica.in_flight for replica in job.layout.replicas]
-        self._in_flight = list(dict.fromkeys(in_flight))
-        self._limits = np.array([self._in_flight.index(counts) for counts in in_flight])
-        self._pipelines: dict[tuple[int, int, int], _Pipeline] = {}
+        replicas = job.layout.replicas
+        self._chunks = chunks_run(job, replicas, job.schedule)
+        shapes = [
+            (len(replica.stages), count, replica.in_flight)
+            for replica, count in zip(replicas, self._chunks, strict=True)
+        ]
+        self._first_alike = np.array([shapes.index(shape) for shape in shapes])
+        self._pipelines: dict[tuple[int, int], _Pipeline] = {}
 
     def ms(
         self,
@@ -102,7 +107,7 @@ class PipelineTime:
         slow = healthy_ms * factor[index] if slowdowns else healthy_ms
         times, quotas = self._grid(step, index, [slow, healthy_ms][: 2 if slowdowns else 1])
         longest = np.zeros(len(times))
-        kinds = np.stack([self._stages, quotas, self._limits])
+        kinds = np.stack([self._first_alike, quotas])
         for kind in {tuple(kind) for kind in kinds[:, quotas > 0].T.tolist()}:
             alike = np.flatnonzero((kinds == np.array(kind)[:, None]).all(axis=0))
             pipeline = self._pipeline(*kind)
@@ -113,13 +118,13 @@ class PipelineTime:
             np.maximum(longest, spans, out=longest)
         return float(longest[0]), float(longest[-1])
 
-    def _pipeline(self, stages: int, quota: int, limits: int) -> _Pipeline:
-        key = stages, quota, limits
+    def _pipeline(self, dp: int, quota: int) -> _Pipeline:
+        key = dp, quota
         if key not in self._pipelines:
             while len(self._pipelines) >= _MOST_PIPELINES:
                 del self._pipelines[next(iter(self._pipelines))]
-            in_flight = self._in_flight[limits]
-            self._pipelines[key] = _Pipeline.of(self._job, stages, quota, in_flight)
+            replica, chunks = self._job.layout.replicas[dp], self._chunks[dp]
+            self._pipelines[key] = _Pipeline.of(self._job, replica, chunks, quota)
         return self._pipelines[key]
 
     def _grid(self, step: TelemetryBatch, index: Ints, cases: list[Floats]) -> tuple[Floats, Ints]:

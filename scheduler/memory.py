@@ -10,7 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import Action, Job, Layout, Op, Plan, RankAmount, Replica, Schedule, Stage
-from resihp.pipeline.orders import Part, Pass, job_orders, most_in_flight, most_split
+from resihp.pipeline.orders import (
+    Part,
+    Pass,
+    chunks_run,
+    most_in_flight,
+    most_split,
+    replica_orders,
+)
 
 Floats: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = NDArray[np.int64]
@@ -247,7 +254,8 @@ def _stage_peaks(
     elif chunks == 1:
         limit = most_in_flight(schedule, last + 1, job.max_in_flight)
     else:
-        orders = job_orders(job, last + 1, quota, Schedule.INTERLEAVED, chunks)
+        given = quota, Schedule.INTERLEAVED
+        orders = replica_orders(replica, *given, max_in_flight=job.max_in_flight, chunks=chunks)
         limit = [most_held(order) for order in orders]
     between = most_split(schedule, last + 1, job.max_in_flight)
     for index, stage in enumerate(replica.stages):
@@ -301,18 +309,6 @@ def plan_schedules(job: Job) -> tuple[Schedule, ...]:
     if job.schedule is Schedule.INTERLEAVED or not footprint.is_known:
         return (Schedule.ONE_F_ONE_B,)
     return Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B
-
-
-def chunks_run(job: Job, replicas: Sequence[Replica], schedule: Schedule) -> list[int]:
-    """Model chunks per stage that each replica runs.
-
-    Those that its stages hold; where all stages hold one range, an interleaved schedule divides
-    them evenly into those of the job.
-    """
-    held = [replica.chunks for replica in replicas]
-    if schedule is Schedule.INTERLEAVED and set(held) == {1}:
-        return [job.chunks] * len(held)
-    return held
 
 
 def own_schedule(job: Job, plan: Plan) -> Schedule:

@@ -23,12 +23,12 @@ from resihp.contracts import (
     Stage,
 )
 from resihp.contracts.layout import LAST_RANK
-from resihp.pipeline.orders import Pass, job_orders
+from resihp.pipeline.orders import Pass, chunks_run, replica_orders
 from resihp.pipeline.replay import Replay, pass_durations, replay
 
 from .cost_model import GroupCost, group_cost, layer_cost, transfer_ms
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
-from .memory import MemoryFootprint, chunks_run, most_between, most_held
+from .memory import MemoryFootprint, most_between, most_held
 
 Speeds = Mapping[int, float] | Sequence[float]
 _MOST_SPEED = 1e30  # and the least its inverse, so that no time is infinite
@@ -157,8 +157,8 @@ def play_replica(
     loads   relative work of each microbatch
     chunks  model chunks per stage; of equal size if the replica has only one layer range per stage
     """
-    given = len(replica.stages), len(loads), schedule, chunks
-    orders = job_orders(job, *given, in_flight=replica.in_flight)
+    given = len(loads), schedule
+    orders = replica_orders(replica, *given, max_in_flight=job.max_in_flight, chunks=chunks)
     if replica.chunks > 1:
         durations = _chunk_durations(job, replica, orders, loads, speeds, links)
     else:

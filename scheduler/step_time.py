@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from resihp.contracts import ContractError, Job, Layout, Replica, Schedule
-from resihp.pipeline.orders import most_ahead
+from resihp.pipeline.orders import chunks_run, most_ahead
 
 from .cost_model import layer_cost, transfer_ms
 from .greedy import allocation_by_rate, exchange_units
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
 from .makespan import pipeline_makespans
-from .memory import chunks_run
 from .simulator import play_replica, replica_makespan, stage_times
 
 Floats = NDArray[np.float64]

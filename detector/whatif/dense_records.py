@@ -31,7 +31,7 @@ class DenseRecords:
                 [S, D, T] all of a step; `data` without what `microbatch_data` holds
     microbatch_data
                 [C, D, T, M] loading of one microbatch
-    quotas      [D] microbatches per step; stages [D] number of stages
+    quotas      [D] microbatches per step
     steps       [T] numbers of the steps
     """
 
@@ -44,7 +44,6 @@ class DenseRecords:
     data: Floats
     microbatch_data: Floats
     quotas: tuple[int, ...]
-    stages: tuple[int, ...]
     steps: Ints
 
     @classmethod
@@ -78,7 +77,6 @@ class DenseRecords:
                 quota or (job.quotas[d] if d < len(job.quotas) else 0)
                 for d, quota in enumerate(seen)
             ),
-            stages=tuple(len(replica.stages) for replica in layout.replicas),
             steps=rows.steps,
         )
 

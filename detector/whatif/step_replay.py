@@ -42,10 +42,10 @@ class _Cells:
         parts = [np.moveaxis(cube, -1, -3).reshape(shape) for cube in last]
         return np.concatenate([*parts, cubes.collective, cubes.optimizer, cubes.data])
 
-    def of_pass(self, direction: int, virtual: int, microbatch: int) -> int:
+    def of_pass(self, direction: int, place: int, microbatch: int) -> int:
         """A forward or backward pass; direction 2 is the loading of the microbatch."""
         places = self.stages * self.chunks
-        return (direction * places + virtual) * self.microbatches + microbatch
+        return (direction * places + place) * self.microbatches + microbatch
 
     def link(self, stage: int, microbatch: int) -> int:
         """A transfer over the link behind a stage."""
@@ -102,10 +102,11 @@ class _Builder:
             last = self.add(self.cells.of_step(2, stage), replica, [])
             for item in order:
                 virtual, direction = item.chunk * stages + stage, int(item.op is Op.BACKWARD)
+                place = item.chunk * self.cells.stages + stage  # other replicas may have more
                 if self.loads and not direction:
-                    cell = self.cells.of_pass(2, virtual, item.microbatch)
+                    cell = self.cells.of_pass(2, place, item.microbatch)
                     last = self.add(cell, replica, [last])
-                cell = self.cells.of_pass(direction, virtual, item.microbatch)
+                cell = self.cells.of_pass(direction, place, item.microbatch)
                 last = self.add(cell, replica, [last], _PARTS[item.part])
                 if item.part is not Part.WEIGHT:
                     ends[direction, virtual, item.microbatch] = last
@@ -120,14 +121,6 @@ class _Builder:
                 self.before[end].append(transfer)
 
 
-def _in_flight(job: Job, stages: Sequence[int]) -> list[tuple[int, ...]]:
-    """Microbatches in flight of every replica, where the job's layout has its own."""
-    replicas = job.layout.replicas
-    if [len(replica.stages) for replica in replicas] != list(stages):
-        return [()] * len(stages)
-    return [replica.in_flight for replica in replicas]
-
-
 @dataclass(frozen=True, eq=False)
 class StepGraph:
     """One step of all replicas. Where they are alike, one graph is used for all of them."""
@@ -140,24 +133,22 @@ class StepGraph:
     part: NDArray[np.float64]
 
     @classmethod
-    def of(cls, job: Job, cubes: DenseRecords) -> StepGraph:
-        """The step of the replicas in `cubes`, in the order of the job's schedule."""
-        stages, quotas = cubes.stages, cubes.quotas
-        limits = _in_flight(job, stages)
-        alike = len({*zip(stages, quotas, limits, strict=True)}) == 1
-        cells = _Cells(max(stages), job.chunks, cubes.passes.shape[-1])
-        layout = _Builder(cells, loads=bool(cubes.microbatch_data.any()))
-        for replica in range(1 if alike else len(stages)):
-            given = stages[replica], quotas[replica]
-            layout.add_replica(replica, job_orders(job, *given, in_flight=limits[replica]))
-        groups = list(layout.synced.values())
+    def of(cls, job: Job, layout: Layout, cubes: DenseRecords) -> StepGraph:
+        """The step of the replicas of `layout`, in the order of the job's schedule."""
+        orders = job_orders(job, cubes.quotas, layout)
+        alike = all(order == orders[0] for order in orders)
+        cells = _Cells(layout.pp, job.chunks, cubes.passes.shape[-1])
+        built = _Builder(cells, loads=bool(cubes.microbatch_data.any()))
+        for replica, order in enumerate(orders[:1] if alike else orders):
+            built.add_replica(replica, order)
+        groups = list(built.synced.values())
         return cls(
-            graph=Graph(layout.before, groups, range(len(groups))),
+            graph=Graph(built.before, groups, range(len(groups))),
             cells=cells,
             alike=alike,
-            cell=np.array(layout.cell, np.intp),
-            replica=np.array(layout.replica, np.intp),
-            part=np.array(layout.part)[:, None, None],
+            cell=np.array(built.cell, np.intp),
+            replica=np.array(built.replica, np.intp),
+            part=np.array(built.part)[:, None, None],
         )
 
     def step_ms(self, cubes: DenseRecords) -> NDArray[np.float64]:
@@ -205,7 +196,7 @@ class StepReplay:
             passes=_complete(cubes.passes),
             **{name: np.nan_to_num(getattr(cubes, name)) for name in _OTHERS},
         )
-        graph = StepGraph.of(job, whole)
+        graph = StepGraph.of(job, layout, whole)
 
         def factor(devices: Sequence[SlowDevice]) -> NDArray[np.float64]:
             replicas = np.arange(layout.dp)

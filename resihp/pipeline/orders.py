@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cache
 from itertools import pairwise
 
-from resihp.contracts import ContractError, Job, Op, Schedule
+from resihp.contracts import ContractError, Job, Layout, Op, Replica, Schedule
 
 
 class Part(StrEnum):
@@ -173,24 +173,53 @@ def _interleaved(
     return tuple(order)
 
 
-def job_orders(
-    job: Job,
-    stages: int,
+def replica_orders(
+    replica: Replica,
     quota: int,
-    schedule: Schedule | None = None,
+    schedule: Schedule,
+    *,
+    max_in_flight: int | None = None,
     chunks: int | None = None,
-    in_flight: Sequence[int] = (),
 ) -> list[tuple[Pass, ...]]:
-    """The order of every stage of a replica with `stages` stages and `quota` microbatches.
+    """The order of every stage of a replica over `quota` microbatches; see `stage_order`.
 
-    schedule, chunks  others than the job's own
-    in_flight         of the replica, where it has its own
+    chunks  model chunks per stage, where its stages of one range each are divided into several;
+            default: as many as they hold
     """
-    chosen = schedule or job.schedule
-    chunks = chunks or (job.chunks if chosen is Schedule.INTERLEAVED else 1)
-    given = {"microbatches": quota, "chunks": chunks, "max_in_flight": job.max_in_flight}
-    limits = in_flight or (None,) * stages
+    stages = len(replica.stages)
     return [
-        stage_order(chosen, stage=stage, stages=stages, in_flight=limit, **given)
-        for stage, limit in enumerate(limits)
+        stage_order(
+            schedule,
+            stage=stage,
+            stages=stages,
+            microbatches=quota,
+            chunks=chunks or replica.chunks,
+            max_in_flight=max_in_flight,
+            in_flight=in_flight,
+        )
+        for stage, in_flight in enumerate(replica.in_flight or (None,) * stages)
+    ]
+
+
+def chunks_run(job: Job, replicas: Sequence[Replica], schedule: Schedule) -> list[int]:
+    """Model chunks per stage that each replica of a layout runs.
+
+    Those that its stages hold; where all stages hold one range, an interleaved schedule divides
+    them evenly into those of the job. A replica of one stage runs one chunk.
+    """
+    held = [replica.chunks for replica in replicas]
+    if schedule is Schedule.INTERLEAVED and set(held) == {1}:
+        return [job.chunks if len(replica.stages) > 1 else 1 for replica in replicas]
+    return held
+
+
+def job_orders(
+    job: Job, quotas: Sequence[int], layout: Layout | None = None
+) -> list[list[tuple[Pass, ...]]]:
+    """The orders of all replicas of a layout of the job under its schedule; default: its own."""
+    replicas = (layout or job.layout).replicas
+    chunks = chunks_run(job, replicas, job.schedule)
+    return [
+        replica_orders(replica, quota, job.schedule, max_in_flight=job.max_in_flight, chunks=count)
+        for replica, quota, count in zip(replicas, quotas, chunks, strict=True)
     ]

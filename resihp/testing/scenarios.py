@@ -16,7 +16,7 @@ import numpy as np
 from detector.arrays import Floats, Ints
 from detector.rank_table import RankTable
 from resihp.contracts import Job, Op, TelemetryBatch
-from resihp.pipeline.orders import job_orders
+from resihp.pipeline.orders import Pass, job_orders
 from resihp.pipeline.replay import replay
 
 
@@ -328,13 +328,14 @@ def transfers(
     step = int(computed.step[0])
     rng = np.random.default_rng((seed, step, 1))
     rows: list[_Stamp] = []
-    for replica, quota in zip(job.layout.replicas, job.quotas, strict=True):
+    orders = job_orders(job, job.quotas)
+    for replica, quota, own in zip(job.layout.replicas, job.quotas, orders, strict=True):
         ranks = [stage.ranks[0] for stage in replica.stages]
         delays = ms * rng.lognormal(0.0, 0.05, (2, len(ranks), quota))
         delays *= np.where(rng.random(delays.shape) < 0.02, rng.uniform(1, 2, delays.shape), 1.0)
         for link, ends in enumerate(pairwise(ranks)):
             delays[:, link] *= 1.0 if slow is None else slow.at(step, set(ends))
-        rows += _stamps(job, computed, ranks, delays, blocking=blocking)
+        rows += _stamps(own, computed, ranks, delays, blocking=blocking)
     rank, peer, microbatches, starts, held_ms = (np.array(c) for c in zip(*rows, strict=True))
     drawn = np.random.default_rng((seed, 2)).uniform(-1.0, 1.0, (2, max(job.layout.ranks) + 1))
     offsets, drifts = drawn[0] * clock_spread_ms, drawn[1] * 5e-5
@@ -355,11 +356,15 @@ _Stamp = tuple[int, int, int, float, float]
 
 
 def _stamps(
-    job: Job, computed: TelemetryBatch, ranks: Sequence[int], delays: Floats, *, blocking: bool
+    orders: Sequence[Sequence[Pass]],
+    computed: TelemetryBatch,
+    ranks: Sequence[int],
+    delays: Floats,
+    *,
+    blocking: bool,
 ) -> Iterator[_Stamp]:
     """Both ends of the transfers of a replica; `delays` has the shape [2, link, microbatch]."""
     quota = delays.shape[2]
-    orders = job_orders(job, len(ranks), quota)
     spent = _durations(computed, ranks, quota)
     durations = [
         [float(spent[stage, int(item.op), item.microbatch]) for item in order]

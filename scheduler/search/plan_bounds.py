@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import Job, Layout, Schedule
+from resihp.pipeline.orders import chunks_run
 
 from ..bounds import relaxed_factors
 from ..bounds.in_flight import Floats
 from ..cost_model import group_cost, layer_cost, transfer_ms
 from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
-from ..memory import MemoryFootprint, chunks_run
+from ..memory import MemoryFootprint
 from .chains import ChainBatch, SearchSetting, by_length
 from .tp_groups import GroupTable, TPGroup
 

@@ -12,7 +12,7 @@ from detector.expectation.length_model import features_of
 from detector.expectation.predictor import AnalyticCost
 from detector.rank_table import RankTable
 from detector.step_time import PipelineTime, StepTimeModel
-from resihp.contracts import Job, Layout, Op, Schedule, TelemetryBatch
+from resihp.contracts import Job, Layout, Op, Replica, Schedule, Stage, TelemetryBatch
 from resihp.pipeline.orders import job_orders
 from resihp.pipeline.replay import replay
 from resihp.testing.scenarios import Fault, steps_of
@@ -63,7 +63,7 @@ def test_any_passes_take_as_long_as_their_replay(
     step = step_of(job)
     passes = np.random.default_rng(seed).lognormal(0.0, 1.0, len(step))
     table = passes.reshape(stages, job.chunks, quota, 2)
-    orders = job_orders(job, stages, quota)
+    orders = job_orders(job, job.quotas)[0]
     durations = [
         [
             table[stage, item.chunk, item.microbatch, int(item.op is Op.BACKWARD)]
@@ -85,6 +85,19 @@ def test_replicas_with_their_own_numbers_in_flight_are_expected_in_their_order()
     assert pipelines(job).ms(step, passes)[0] == pytest.approx(4 * 3 * 3.0)
     slow = np.where(np.isin(step.rank, second.ranks), 3.0, 1.0) * passes
     assert pipelines(job).ms(step, slow)[0] == pytest.approx((4 + 3 - 1) * 9.0)
+
+
+def test_a_replica_of_one_stage_runs_one_chunk_beside_interleaved_ones() -> None:
+    """It decides, as each of its passes goes through all layers."""
+    (chunked,) = Layout.grid(dp=1, pp=2, tp=1, layers=8, chunks=2).replicas
+    layout = Layout((chunked, Replica((Stage((2,), (0, 8)),))))
+    job = Job(
+        name="j", layout=layout, microbatches=8, schedule=Schedule.INTERLEAVED, chunks=2,
+    )  # fmt: skip
+    step = step_of(job)
+    step = step.select((step.rank != 2) | (step.chunk == 0))
+    passes = np.where(step.op == Op.BACKWARD, 2.0, 1.0) * np.where(step.rank == 2, 4.0, 1.0)
+    assert pipelines(job).ms(step, passes)[0] == pytest.approx(4 * 3 * 4.0)
 
 
 @given(schedule=SCHEDULES, dp=SMALL, stages=SMALL, tp=st.integers(1, 2), seed=st.integers(0, 99))

@@ -113,6 +113,21 @@ def test_interleaved_chunks_are_replayed_as_stages_of_their_own():
     assert slow.root_cause is Cause.DEVICE
 
 
+def test_interleaved_replicas_of_other_lengths_are_replayed_with_their_own_passes():
+    """One of two stages and one of a single stage, which runs one chunk."""
+    three, two = (Layout.grid(dp=1, pp=pp, tp=1, layers=6, chunks=2).replicas[0] for pp in (3, 2))
+    two = Replica(tuple(replace(s, ranks=(3 + r,)) for r, s in enumerate(two.stages)))
+    layout = Layout((three, two, Replica((Stage((5,), (0, 6)),))))
+    job = job_of(layout, 6, schedule=Schedule.INTERLEAVED, chunks=2)
+    batch = records(job, steps=1, noise=0.0)
+    batch = batch.select((batch.rank != 5) | (batch.chunk == 0))
+    for ranks, factor in (((3, 4), 10.0), ((5,), 20.0)):  # whose replica decides
+        slow = np.isin(batch.rank, ranks) * (factor - 1.0) + 1.0
+        decided = costs_of(job, layout, [replace(batch, compute_ms=batch.compute_ms * slow)]).step
+        passes = 6 if ranks == (5,) else 6 * 2 + 1  # the last chunk is behind one pass
+        assert decided == pytest.approx(passes * 30.0 * factor)
+
+
 @pytest.mark.parametrize("pp", [1, 4])
 def test_the_slowest_rank_of_a_group_slows_it(pp):
     job = job_of(Layout.grid(dp=4, pp=pp, tp=2, layers=4), 4)
