@@ -97,7 +97,7 @@ class ReshardCoordinator:
         setup, current = self._context.setup, self._state.plan
         parameters, copies = setup.model.parameters, setup.optimizer.copies + 1
         try:
-            check_plan(plan, parameters, current.microbatches)
+            check_plan(plan, parameters, current.microbatches, setup.max_in_flight)
         except ContractError as error:
             return str(error)
         budget = self._context.budget.on(self._context.setup.device)

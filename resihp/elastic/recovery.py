@@ -112,7 +112,8 @@ class Recovery:
         try:
             if lost:
                 plan = self._plans.after_loss(plan, decision.survivors, decision.completed)
-            check_plan(plan, self._setup.model.parameters, state.plan.microbatches)
+            parameters, most = self._setup.model.parameters, self._setup.max_in_flight
+            check_plan(plan, parameters, state.plan.microbatches, most)
             missing = self._missing_state(plan, lost)
         except (ContractError, InfeasibleError, StateLostError) as error:
             self._proposals.publish(decision.next_generation, str(error))

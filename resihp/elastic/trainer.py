@@ -64,7 +64,7 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         memory: ReshardBudget | None = None,
     ) -> None:
-        check_plan(plan, setup.model.parameters, plan.microbatches)
+        check_plan(plan, setup.model.parameters, plan.microbatches, setup.max_in_flight)
         if isinstance(setup.data, IteratorData) and setup.data.microbatches != plan.microbatches:
             held = setup.data.microbatches
             raise ContractError(
@@ -191,6 +191,7 @@ class Trainer:
             "recompute": setup.recompute,
             "compute_dtype": str(setup.compute_dtype),
             "bucket_bytes": setup.bucket_bytes,
+            "max_in_flight": setup.max_in_flight,
         }
 
     def _await_invitation(self) -> bool:

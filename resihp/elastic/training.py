@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 from resihp._preemption import PreemptionNotice
 from resihp.client import Client
@@ -61,6 +62,7 @@ def train(
     server = environment.host_store(timeouts)
     members = range(environment.world_size)
     callbacks = callbacks or Callbacks()
+    setup = replace(setup, max_in_flight=job.max_in_flight)
     if monitor is not None:
         setup, callbacks = attach_monitor(monitor, setup, callbacks)
     first = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)

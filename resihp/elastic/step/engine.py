@@ -91,7 +91,7 @@ class Engine:
     ) -> None:
         self.setup, self.groups, self.shard, self.plan = setup, groups, shard, plan
         self._telemetry = PassRecorder(setup.record, waited, groups.device)
-        check_schedule(plan)
+        check_schedule(plan, setup.max_in_flight)
         self._passes = StageRunner(
             setup.model,
             groups,
@@ -212,7 +212,7 @@ class Engine:
 
     def _run(self, batches: Sequence[Packed], is_last: Callable[[], bool]) -> None:
         """Run the passes of some microbatches; `is_last` before the last one: no other follows."""
-        order = order_of(self.plan, self.groups, len(batches))
+        order = order_of(self.plan, self.groups, len(batches), self.setup.max_in_flight)
         last_of = {item.microbatch: item for item in order}
         first_halves: dict[int, tuple[float, float]] = {}
         for item in order:

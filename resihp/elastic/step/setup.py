@@ -89,6 +89,8 @@ class Setup:
     steal_ahead    a replica of one stage that has no microbatch left takes pending ones of the
                    slowest such replica, if it is then ahead by more than so many mean microbatches;
                    None: none does
+    max_in_flight  most microbatches of which a stage may hold activations, which orders of passes
+                   keep to; None: unlimited. `train` takes it from the job
     """
 
     model: Model
@@ -104,6 +106,7 @@ class Setup:
     record_transfer: TransferRecorder | None = None
     work: StepWork | None = None
     steal_ahead: float | None = None
+    max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", with_index(torch.device(self.device)))
