@@ -433,7 +433,13 @@ class Detector(Persistent):
 
 
 def _moved(job: Job, layout: Layout, quotas: tuple[int, ...], schedule: Schedule) -> Job:
-    return replace(job, layout=layout, quotas=quotas, microbatches=sum(quotas), schedule=schedule)
+    """The job with what it runs under a plan; stages of one range keep its chunks under its own
+    schedule alone."""
+    chunks = max(replica.chunks for replica in layout.replicas)
+    if chunks == 1 and schedule is job.schedule:
+        chunks = job.chunks
+    given = {"quotas": quotas, "microbatches": sum(quotas), "schedule": schedule}
+    return replace(job, layout=layout, chunks=chunks, **given)
 
 
 def _lone_probes(rank: int, reference: int) -> list[ProbeRequest]:

@@ -202,7 +202,8 @@ class Job:
     schedules              those that plans may choose from; the first where others gain nothing;
                            empty: only `schedule`, and where that is 1F1B and `memory` tells what
                            fits, its eager kind (the same passes, forwards earlier)
-    chunks                 model chunks per stage (more than 1 with the interleaved schedule)
+    chunks                 model chunks per stage: more than 1 with the interleaved schedule, and
+                           with zero bubble where a trace shows torch's V-shaped one
     max_in_flight          most microbatches of which a stage may hold activations; None: unlimited
     recompute              whether backward passes recompute activations
     device                 type of device, e.g. "H100"; predictors are shared per (model, device)
@@ -247,6 +248,8 @@ class Job:
             raise ContractError(
                 "layout", f"holds {self.layout.layers} layers, the model has {self.model.layers}"
             )
+        if self.chunks > 1 and self.schedule in (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B):
+            raise ContractError("chunks", f"must be 1 with the schedule {self.schedule.value}")
         held = {replica.chunks for replica in self.layout.replicas} - {1}
         if held and held != {self.chunks}:
             raise ContractError("chunks", f"is {self.chunks}, but the layout's stages hold {held}")

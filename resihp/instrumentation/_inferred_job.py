@@ -97,11 +97,14 @@ class InferredJob:
             layout = layout_of(ranks)
         each = max(self._passes, 1)
         chunks = layout.replicas[0].chunks
+        schedule = self._schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B
+        if chunks > 1 and schedule is Schedule.ONE_F_ONE_B:
+            schedule = Schedule.INTERLEAVED
         self.job = Job(
             name=self.name,
             layout=layout,
             microbatches=self._microbatches or each * layout.dp,
-            schedule=self._schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
+            schedule=schedule,
             chunks=chunks,
             device=_device(),
             links=_links(),

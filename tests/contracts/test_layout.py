@@ -17,6 +17,7 @@ from resihp.contracts import (
     Place,
     Plan,
     Replica,
+    Schedule,
     Stage,
     Status,
     even_quotas,
@@ -154,6 +155,8 @@ def test_ranks_that_stand_in_two_places_are_named():
     [
         ({"layout": Layout.grid(dp=1, pp=1, tp=1, layers=0)}, "layout"),
         ({"max_in_flight": 0}, "max_in_flight"),
+        ({"chunks": 2}, "chunks"),
+        ({"chunks": 2, "schedule": Schedule.EAGER_1F1B}, "chunks"),
         ({"tokens_per_microbatch": -5}, "tokens_per_microbatch"),
     ],
 )

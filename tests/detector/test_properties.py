@@ -15,6 +15,7 @@ from resihp.contracts import (
     Layout,
     Plan,
     Replica,
+    Schedule,
     Stage,
     Status,
     TelemetryBatch,
@@ -168,6 +169,33 @@ def test_the_same_plan_again_does_nothing_and_another_one_of_its_version_replace
         assert same.verdicts() == before
         same.apply_plan(Plan(version=1, layout=more, quotas=(6, 5, 5)))
         assert [verdict.rank for verdict in same.verdicts()] == sorted(more.ranks)
+
+
+def test_stages_of_a_plan_run_the_chunks_that_they_hold() -> None:
+    """Under an interleaved job too, which may leave its chunks; a step is whole without them."""
+    both = Layout.grid(dp=1, pp=2, tp=1, layers=8, chunks=2)
+    one = Layout.grid(dp=1, pp=2, tp=1, layers=8)
+    job = Job(
+        name="j", layout=both, microbatches=4, schedule=Schedule.INTERLEAVED, chunks=2,
+    )  # fmt: skip
+    detector = Detector(job)
+    detector.apply_plan(Plan(version=1, layout=one, quotas=job.quotas))
+    for same in (detector, Detector.restore(job, detector.save())):
+        assert (same.job.layout, same.job.chunks) == (one, 1)
+        plan = Plan(version=2, layout=both, quotas=job.quotas, schedule=Schedule.INTERLEAVED)
+        same.apply_plan(plan)
+        assert (same.job.layout, same.job.chunks) == (both, 2)
+
+
+def test_stages_of_one_range_keep_the_chunks_of_their_own_schedule() -> None:
+    one = Layout.grid(dp=2, pp=2, tp=1, layers=8)
+    job = Job(
+        name="j", layout=one, microbatches=8, schedule=Schedule.ZERO_BUBBLE, chunks=2,
+    )  # fmt: skip
+    detector = Detector(job)
+    plan = Plan(version=1, layout=one, quotas=(5, 3), schedule=Schedule.ZERO_BUBBLE)
+    detector.apply_plan(plan)
+    assert (detector.job.quotas, detector.job.chunks) == ((5, 3), 2)
 
 
 def test_verdicts_of_records_that_came_before_their_plan_are_returned_by_the_next_update() -> None:

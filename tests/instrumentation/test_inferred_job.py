@@ -95,6 +95,15 @@ def test_what_is_given_is_not_inferred():
     assert (described.layout, described.microbatches) == (layout, 6)
 
 
+def test_several_chunks_of_a_given_layout_are_interleaved():
+    layout = Layout.grid(dp=1, pp=2, tp=1, layers=8, chunks=2)
+    own = RankDescription(0, (0,))
+    job = InferredJob("j", own, Schedule.ONE_F_ONE_B, layout=layout, microbatches=6)
+    described = job.describe(now=False)
+    assert described is not None
+    assert (described.schedule, described.chunks) == (Schedule.INTERLEAVED, 2)
+
+
 def test_job_that_ends_in_its_first_step_is_described_as_far_as_known():
     own = RankDescription(0, (0,))
     job = InferredJob("j", own, Schedule.ONE_F_ONE_B, layout=None, microbatches=None)

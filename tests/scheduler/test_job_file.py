@@ -91,3 +91,5 @@ layers = 8
         parse_job(text.replace("pp = 2", "pp = 1"))
     with pytest.raises(ContractError, match="chunks"):
         parse_job(text.replace("chunks = 2", "chunks = 0"))
+    with pytest.raises(ContractError, match="chunks: must be 1 with the schedule 1f1b"):
+        parse_job(text.replace('schedule = "interleaved"', ""))
