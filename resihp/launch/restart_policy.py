@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from signal import SIGABRT
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
@@ -25,8 +26,23 @@ _SCRIPT_WORDS = (
     "cuda error: invalid argument",
     "cuda error: invalid configuration",
     "cuda error: no kernel image",
+    ", invalid usage",
+    ", invalid argument",
+    "ncclinvalidusage",
+    "ncclinvalidargument",
+    "'out of memory'",
 )
-"""Errors of CUDA that a script makes on any device, as an index beyond the end of a table does."""
+"""Errors of CUDA and NCCL that a script makes on any device, as an index beyond the end of a table
+does, or two ranks on one device."""
+_UNSURE_WORDS = re.compile(
+    r"unhandled ?cuda ?error|illegal memory access|illegal instruction|unspecified launch failure"
+    r"|\bxid(?: \([^)]*\))?[ :=]+(?:13|31)\b",
+    re.IGNORECASE,
+)
+"""Errors of a broken device that a kernel of the script can make as well."""
+_BROKEN_MEMORY = "uncorrectable ecc"
+_PEER_SOCKET_WORDS = ("connection refused", "connection closed by remote peer")
+"""Details of a system error of NCCL that say that another rank ended first."""
 _LOST_PEER_WORDS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -34,10 +50,14 @@ _LOST_PEER_WORDS = (
     "ncclremoteerror",
     "remote process exited",
 )
-_EXCEPTION = re.compile(
-    r"(?:\[rank\d+\]: )?([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*)"
+_EXCEPTION = re.compile(r"(?!nccl)[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*")
+_RANK_MARK = re.compile(r"^\[rank\d+\]: ?")
+"""torch sets it before each line of a traceback, once there are process groups."""
+_NCCL = "NCCL error in"
+_BEHIND_NCCL = re.compile(
+    r"\s*$|\s+File \"|Traceback|Exception raised from|frame #|\[[IWEF]\d|terminate called"
 )
-"""torch sets the rank before each line of a traceback, once there are process groups."""
+"""What follows the details of an error of NCCL."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +82,24 @@ class Failure:
 
     @property
     def is_of_device(self) -> bool:
-        """True if the words of the error are those of a broken accelerator or network card."""
+        """True if the words of the error are those of a broken accelerator or network card.
+
+        `is_unsure` if a kernel of the script makes such errors as well.
+        """
         is_device = self._has_raised and _DEVICE_WORDS.search(self.message) is not None
         return is_device and not self._says(_SCRIPT_WORDS) and not self.is_of_lost_peer
 
     @property
+    def is_unsure(self) -> bool:
+        """True if the error may be the script's: a device that makes it again is broken."""
+        is_broken = _BROKEN_MEMORY in self.message.lower()
+        return not is_broken and _UNSURE_WORDS.search(self.message) is not None
+
+    @property
     def is_of_lost_peer(self) -> bool:
         """True if the words of the error say that another rank ended first."""
-        return self._says(_LOST_PEER_WORDS)
+        is_nccl = _NCCL in self.message
+        return self._says(_LOST_PEER_WORDS) or (is_nccl and self._says(_PEER_SOCKET_WORDS))
 
     @property
     def is_of_script(self) -> bool:
@@ -98,13 +128,18 @@ class Failure:
 def error_line(stderr: str) -> str:
     """Return the last line that names an exception, else the last one: libraries may warn after it.
 
+    The lines behind an error of NCCL say what it was, and are put behind it.
+
     >>> error_line("Traceback ...\\n  File ...\\nValueError: no sample\\n[W] a socket was closed")
     'ValueError: no sample'
+    >>> error_line("DistBackendError: NCCL error in: a.cpp:1, unhandled system error\\nLast error:")
+    'DistBackendError: NCCL error in: a.cpp:1, unhandled system error Last error:'
     """
-    lines = stderr.splitlines() or ["no message"]
-    named = (found for line in reversed(lines) if (found := _EXCEPTION.fullmatch(line)))
-    first = next(named, None)
-    return lines[-1] if first is None else first.group(1)
+    lines = [_RANK_MARK.sub("", line) for line in stderr.splitlines()] or ["no message"]
+    named = (at for at in reversed(range(len(lines))) if _EXCEPTION.fullmatch(lines[at]))
+    first = next(named, len(lines) - 1)
+    details = lines[first + 1 :] if _NCCL in lines[first] else []
+    return " ".join([lines[first], *takewhile(lambda line: not _BEHIND_NCCL.match(line), details)])
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ class Supervisor:
         self._options, self._nodes, self._memory = options, nodes, memory
         self._notice = notice
         self._devices = list(range(len(options.joins) or options.processes))
+        self._suspected: set[int] = set()  # devices with an error that may have been the script's
         self._environment = RankEnvironment(options, nodes.id, memory.path)
         self._server = ForkServer(self._environment.of_all_ranks())
         self._memory_server: PeerServer | None = None
@@ -369,14 +370,22 @@ class Supervisor:
             self._server.signal(key, number)
 
     def _offer(self) -> NodeOffer:
-        """Ranks that this node has for the next attempt: all but one on a device that broke."""
+        """Ranks that this node has for the next attempt: all but one on a device that broke.
+
+        Where the error may be the script's, only if the device has made such a one before.
+        """
         local_ranks = list(range(len(self._devices)))
         failure = self._end.failure if self._end is not None else None
         failed = self._failed
         if failed is not None and failure is not None and failed.rank == failure.rank:
-            can_do_without = len(local_ranks) > self._options.least
-            if failure.is_of_device and can_do_without:
+            device = self._devices[failed.local_rank]
+            is_broken = failure.is_of_device and (
+                not failure.is_unsure or device in self._suspected
+            )
+            if is_broken and len(local_ranks) > self._options.least:
                 local_ranks.remove(failed.local_rank)
+            if failure.is_of_device:
+                self._suspected.add(device)
         return NodeOffer(
             self._nodes.id,
             self._options.node,

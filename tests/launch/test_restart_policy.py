@@ -98,6 +98,112 @@ def test_an_error_of_cuda_is_found_before_the_abort_that_it_leads_to(
     assert decide([failure, failure]).restarts == is_of_device
 
 
+NCCL = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 8, in <module>
+[rank1]: torch.distributed.DistBackendError: NCCL error in: /pytorch/NCCLUtils.cpp:77, {}
+[rank1]: {}
+[rank1]: Last error:
+[rank1]: {}
+[rank1]:[W1126 12:00:00.123 ProcessGroupNCCL.cpp:1538] Warning: destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "detail", "last", "expected"),
+    [
+        (
+            "invalid usage (run with NCCL_DEBUG=WARN for details)",
+            "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+            "script",
+        ),
+        (
+            "invalid argument (run with NCCL_DEBUG=WARN for details)",
+            "ncclInvalidArgument: Invalid value for an argument.",
+            "Broadcast : invalid root 7 (root should be in the 0..2 range)",
+            "script",
+        ),
+        (
+            "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+            "ncclSystemError: System call (e.g. socket, malloc) or external library call failed.",
+            "socketStartConnect: Connect to 10.0.0.1<4000> failed : Connection refused",
+            "peer",
+        ),
+        (
+            "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+            "ncclSystemError: System call (e.g. socket, malloc) or external library call failed.",
+            "Call to recv from 10.0.0.1<4000> failed : Connection reset by peer",
+            "peer",
+        ),
+        (
+            "remote process exited or there was a network error",
+            "ncclRemoteError: A call failed possibly due to a network error.",
+            "socketProgress: Connection closed by remote peer node1<4000>",
+            "peer",
+        ),
+        (
+            "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+            "ncclSystemError: System call (e.g. socket, malloc) or external library call failed.",
+            "NET/IB : Got completion from peer with status=12: Invalid argument",
+            "device",
+        ),
+        (
+            "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+            "ncclUnhandledCudaError: Call to CUDA function failed.",
+            "Cuda failure 700 'an illegal memory access was encountered'",
+            "unsure",
+        ),
+        (
+            "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+            "ncclUnhandledCudaError: Call to CUDA function failed.",
+            "Cuda failure 214 'uncorrectable ECC error encountered'",
+            "device",
+        ),
+        (
+            "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+            "ncclUnhandledCudaError: Call to CUDA function failed.",
+            "Cuda failure 2 'out of memory'",
+            "script",
+        ),
+    ],
+)
+def test_the_details_of_an_error_of_nccl_tell_its_cause(
+    error: str, detail: str, last: str, expected: str
+) -> None:
+    message = error_line(NCCL.format(error, detail, last))
+    assert message.startswith("torch.distributed.DistBackendError: NCCL error in: /pytorch/")
+    assert message.endswith(f"{detail} Last error: {last}")
+    for status in (1, -6):
+        assert cause(failed(status, message, 6)) == expected
+
+
+def cause(failure: Failure) -> str:
+    if failure.is_of_device:
+        return "unsure" if failure.is_unsure else "device"
+    assert failure.is_of_script != failure.is_of_lost_peer
+    return "script" if failure.is_of_script else "peer"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", "unsure"),
+        ("RuntimeError: CUDA error: an illegal instruction was encountered", "unsure"),
+        ("RuntimeError: CUDA error: unspecified launch failure", "unsure"),
+        ("RuntimeError: NVRM: Xid (PCI:0000:3b:00): 31, pid=7, MMU Fault", "unsure"),
+        ("RuntimeError: the driver reports Xid 13", "unsure"),
+        ("RuntimeError: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", "device"),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "device"),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", "script"),
+    ],
+)
+def test_errors_that_a_kernel_of_the_script_makes_too_are_unsure(
+    message: str, expected: str
+) -> None:
+    assert cause(failed(1, message, 6)) == expected
+
+
 def test_an_abort_without_an_exception_is_not_the_scripts() -> None:
     abort = failed(-6, "terminate called without an active exception", 6)
     assert not abort.is_of_script

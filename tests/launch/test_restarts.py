@@ -231,6 +231,26 @@ def test_the_rank_that_failed_first_may_end_last(tmp_path: Path) -> None:
     assert "device 1 of this node is left out" in done.stderr, done.stderr
 
 
+def test_a_device_that_may_be_whole_is_left_out_once_it_fails_again(tmp_path: Path) -> None:
+    """Not for an error that another device makes in the next attempt."""
+    (tmp_path / "script.py").write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        "attempt, rank = int(os.environ['TORCHELASTIC_RESTART_COUNT']), os.environ['RANK']\n"
+        "Path(f'rank-{attempt}-{rank}').touch()\n"
+        "time.sleep(0 if attempt == 3 or rank == '101'[attempt] else 600)\n"
+        "if attempt < 3:\n"
+        "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+    )
+    options = ("--nproc-per-node", "1:2", "--max-restarts", "5")
+    done = launched(tmp_path, *options, "script.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is left out") == 1, done.stderr
+    assert "device 1 of this node is left out" in done.stderr
+    started = sorted(path.name for path in tmp_path.glob("rank-*"))
+    assert {"rank-1-0", "rank-2-1", "rank-3-0"} < {*started}
+    assert "rank-3-1" not in started
+
+
 def test_a_bug_of_the_script_ends_it_after_two_tries(tmp_path: Path) -> None:
     done = run(tmp_path, "2", "0:1:7:bug")
     assert done.returncode == 1, done.stderr
