@@ -31,6 +31,7 @@ from resihp.elastic.process_groups.abortable import (
     WaitClock,
     close_groups,
 )
+from resihp.elastic.process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice
 from resihp.elastic.process_groups.communicators import CPU, Communicators, at_once
 from resihp.elastic.process_groups.gloo import GlooCommunicators
 from resihp.elastic.process_groups.nccl import NcclCommunicators, version_refusal
@@ -231,6 +232,32 @@ def test_every_exchange_of_the_runtime(maker: Maker) -> None:
         assert group.is_idle
 
     generation.run(work)
+    generation.close()
+
+
+def test_sums_of_gradients_that_are_whole_are_told_from_those_that_are_not(maker: Maker) -> None:
+    """An exchange that an abort ends is over, and has failed."""
+    generation = Job(maker).generation()
+    groups = generation.group()
+
+    def exchange(factory: ProcessGroupFactory) -> BucketedAllReduce:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.full((3,), float(factory.rank))
+        return BucketedAllReduce([(groups[factory.rank], [GradientSlice(parameter)])], 1)
+
+    def whole(factory: ProcessGroupFactory) -> list[list[float]]:
+        bucketed = exchange(factory)
+        assert bucketed.summed() == []
+        for _ in bucketed.finish():
+            pass
+        return [flat.tolist() for flat in bucketed.summed()]
+
+    assert list(generation.run(whole).values()) == [[[3.0] * 3]] * 3
+    alone = exchange(generation.factories[0])
+    alone.start()
+    assert alone.summed() == []
+    generation.run(ProcessGroupFactory.abort)
+    assert alone.summed() == []
     generation.close()
 
 

@@ -226,6 +226,16 @@ class AbortableProcessGroup:
         self._factory.wait(work, self.ranks, own)
         self._started = [one for one in self._started if one.work is not work]
 
+    def has_succeeded(self, work: dist.Work) -> bool:
+        """Return whether `work` is done by now and is known not to have failed.
+
+        After an abort some backends do not tell: then it is not known.
+        """
+        try:
+            return work.is_completed() and self._factory.communicators.is_done(work)
+        except RuntimeError:
+            return False
+
     def check_aborted(self) -> None:
         """Raises `PeerLostError` like `wait`, without waiting: for use inside long work."""
         self._factory.check_aborted(self.ranks, 0.0)

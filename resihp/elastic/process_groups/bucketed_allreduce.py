@@ -147,13 +147,7 @@ class _Bucket:
         """True if `flat` is the sum over the group, without waiting for it."""
         if self.work is None:
             return self.flat is not None
-        if not self.work.is_completed():
-            return False
-        try:
-            self.work.wait()
-        except RuntimeError:
-            return False
-        return True
+        return self.group.has_succeeded(self.work)
 
 
 class BucketedAllReduce:
