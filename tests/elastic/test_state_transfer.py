@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from resihp.contracts import Plan
+from resihp.elastic.reshard import transfer
 from resihp.elastic.reshard.buffers import ReshardBudget
 from resihp.elastic.reshard.build import Generation, ReshardContext
 from resihp.elastic.reshard.transfer import StateTransfer
@@ -55,10 +57,29 @@ def test_state_is_copied_where_priorities_cannot_be_set(monkeypatch: pytest.Monk
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    transfer = transfer_of(told)
-    transfer.start()
-    transfer.finish()
-    assert transfer.completed == COMPLETED
+    copying = transfer_of(told)
+    copying.start()
+    copying.finish()
+    assert copying.completed == COMPLETED
+
+
+def test_state_is_on_the_device_before_it_counts_as_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream of training may be another one than that of the thread which copies."""
+    done: list[str] = []
+
+    def copy(known: torch.Tensor) -> torch.Tensor:
+        done.append("copied")
+        return told(known)
+
+    def finish(device: torch.device) -> None:
+        done.append(f"{threading.current_thread().name} finished")
+        assert not copying._is_copied
+
+    monkeypatch.setattr(transfer, "finish_own_work", finish)
+    copying = transfer_of(copy)
+    copying.start()
+    copying.finish()
+    assert done == ["copied", "resihp-transfer finished"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -66,7 +87,7 @@ def test_a_copy_that_ended_before_its_time_fails_the_change() -> None:
     def end_thread(_: torch.Tensor) -> torch.Tensor:
         raise SystemExit
 
-    transfer = transfer_of(end_thread)
-    transfer.start()
+    copying = transfer_of(end_thread)
+    copying.start()
     with pytest.raises(RuntimeError, match="before its time"):
-        transfer.finish()
+        copying.finish()

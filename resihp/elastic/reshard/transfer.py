@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from resihp._devices import use_device
+from resihp._devices import finish_own_work, use_device
 from resihp._process_limits import lower_priority
 from resihp.contracts import CheckpointError, PeerLostError, Plan, StateLostError
 from resihp.layout import Param, Range
@@ -154,6 +154,7 @@ class StateTransfer:
             use_device(self._setup.device)
             lower_priority(_NICENESS)
             self._copy_state()
+            finish_own_work(self._setup.device)  # training's stream may be another one
             self._is_copied = True
         except PeerLostError as error:
             self._error = PeerLostError(str(error))  # the traceback would keep the state
