@@ -97,12 +97,22 @@ class RankEnvironment:
         return path
 
     def _visible_devices(self, devices: Sequence[int]) -> dict[str, str]:
-        """CUDA's variable without the devices that are left out."""
+        """CUDA's variable without the devices that are left out.
+
+        As it is where there are fewer devices than ranks: which one a rank used is not known.
+        """
         if len(devices) == self._options.processes or self._options.joins:
             return {}
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         if named is not None and not named.strip():
             return {}  # none are to be used
-        names = named.split(",") if named else [str(index) for index in range(max(devices) + 1)]
-        kept = [names[index] for index in devices if index < len(names)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(kept)}
+        processes = self._options.processes
+        names = named.split(",") if named else list(map(str, range(_gpus() or processes)))
+        if len(names) < processes:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in devices)}
+
+
+def _gpus() -> int:
+    """Number of NVIDIA devices that this node or its container has; 0 where that is not known."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from resihp.elastic.rendezvous import exit_status
+from resihp.launch import rank_environment
 from resihp.launch.options import Options
 from resihp.launch.rank_environment import RankEnvironment
 from tests.elastic.engine_job import is_running
@@ -188,12 +189,28 @@ def test_ranks_are_interrupted_with_their_launcher(
 def test_devices_are_left_out_of_those_that_are_visible(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, left: str | None
 ) -> None:
+    monkeypatch.setattr(rank_environment, "_gpus", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     options = Options.parse(["--nproc-per-node", "2", __file__])
     environment = RankEnvironment(options, "launcher", tmp_path)
     assert environment._visible_devices([1]).get("CUDA_VISIBLE_DEVICES") == left
+    environment.close()
+
+
+@pytest.mark.parametrize(("given", "gpus"), [("0", 8), ("4,5", 8), (None, 1)])
+def test_devices_that_ranks_share_stay_visible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, gpus: int
+) -> None:
+    """Nothing tells which one a rank used, and without any the rank could not train."""
+    monkeypatch.setattr(rank_environment, "_gpus", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    options = Options.parse(["--nproc-per-node", "3", __file__])
+    environment = RankEnvironment(options, "launcher", tmp_path)
+    assert environment._visible_devices([1, 2]) == {}
     environment.close()
 
 
