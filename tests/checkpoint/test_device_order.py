@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from resihp.checkpoint import Checkpointer, LocalDisk
+from resihp.checkpoint.staging import stager
 from resihp.checkpoint.staging.copier import IN_FLIGHT, Copier
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
+from resihp.contracts import ContractError
 
 CHUNKS = 12
 PATIENCE_S = 60
@@ -108,3 +111,22 @@ def test_a_fence_that_comes_early_makes_the_stream_wait_and_not_the_host(
         assert disk.steps() == []
         copying.going.set()
     assert disk.steps() == [0]
+
+
+def test_a_state_on_several_devices_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies would come after what one of them has been told, and not after the other's."""
+    lies_on = {1: "cuda:1", 2: "cuda:0", 3: "cpu"}
+
+    def memory_of(source: torch.Tensor) -> list[SimpleNamespace]:
+        device = torch.device(lies_on[source.numel()])
+        return [SimpleNamespace(device=device, is_cuda=device.type == "cuda")]
+
+    monkeypatch.setattr(stager, "memory_of", memory_of)
+    state = {"a": torch.zeros(1), "b": torch.zeros(2), "c": torch.zeros(3)}
+    with (
+        Checkpointer([LocalDisk(tmp_path)]) as saver,
+        pytest.raises(ContractError, match=r"state: lies on several devices \(cuda:0, cuda:1\)"),
+    ):
+        saver.prepare(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from threading import Condition
 
@@ -46,6 +46,18 @@ class WritePlan:
     file: ShardFile
     picks: tuple[int, ...]
     objects: frozenset[str]
+
+
+def device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """Return the CUDA device that holds tensors of a state, else the CPU.
+
+    Copies are ordered behind the training on one device: raises `ContractError` for several.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ContractError("state", f"lies on several devices ({names}), a rank saves one")
+    return next(iter(devices), torch.device("cpu"))
 
 
 def save_items_of(state: CollectedState) -> list[SaveItem]:
@@ -143,16 +155,18 @@ class Stager:
         return self._plan is not None and self._plan.held == save_items_of(state)
 
     def plan(self, state: CollectedState, everyones: Sequence[Sequence[SaveItem]]) -> None:
-        """Plan for a state, given the items of all ranks."""
+        """Plan for a state, given the items of all ranks.
+
+        Raises `ContractError` for a state on several CUDA devices.
+        """
         self._plan = None
+        device = device_of(memory for e in state.tensors for memory in memory_of(e.source))
         order = write_order([entry.source for entry in state.tensors], self._optimizers)
         plan = self._plan = make_plan(state, self._ranks, order, everyones)
         picked = [state.tensors[pick].source for pick in plan.picks]
         self._unmoved = [source for source in picked if isinstance(source, Tensor)]
         if self._copier is None:
-            memory = (tensor for e in state.tensors for tensor in memory_of(e.source))
-            cuda = (tensor.device for tensor in memory if tensor.is_cuda)
-            self._copier = Copier(next(cuda, torch.device("cpu")))
+            self._copier = Copier(device)
             weakref.finalize(self, self._copier.end)  # ends the thread of an unclosed stager
 
     def move_to_huge_pages(self) -> None:
