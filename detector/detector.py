@@ -438,8 +438,14 @@ def _moved(job: Job, layout: Layout, quotas: tuple[int, ...], schedule: Schedule
     chunks = max(replica.chunks for replica in layout.replicas)
     if chunks == 1 and schedule is job.schedule:
         chunks = job.chunks
-    given = {"quotas": quotas, "microbatches": sum(quotas), "schedule": schedule}
-    return replace(job, layout=layout, chunks=chunks, **given)
+    return replace(
+        job,
+        layout=layout,
+        quotas=quotas,
+        microbatches=sum(quotas),
+        schedule=schedule,
+        chunks=chunks,
+    )
 
 
 def _lone_probes(rank: int, reference: int) -> list[ProbeRequest]:
