@@ -65,7 +65,7 @@ class InstrumentedMonitor(Monitor):
         self._timer.stop()
 
     def _observes(self) -> bool:
-        return self._target() is not None and not self._timer.is_stopped
+        return self._target() is not None and not self._patches.is_empty
 
     def _record_whole_steps(self, owner: Any, method: str, reason: str) -> None:
         """Record nothing but each call of `owner.method`, as a step whose waiting is unknown, and
@@ -209,17 +209,18 @@ def _describe(target: Any, stages: Sequence[Any], rank: int) -> tuple[Schedule, 
 
 
 def _end_earlier(monitor: InstrumentedMonitor) -> None:
-    """End the monitor that an earlier call made for the same target; warn of one for another target
-    under the same name: the sidecar would take both for one."""
+    """End the monitors of earlier calls under the same name whose target is the same, has ended or
+    is not observed any more; warn of one for another target: the sidecar would take both for one.
+    """
     name, rank, target = monitor._inferred.name, monitor.rank, monitor._target()
     others = [each for each in list(_monitors) if (each._inferred.name, each.rank) == (name, rank)]
     _monitors.add(monitor)
+    if any(other._observes() and other._target() is not target for other in others):
+        gc.collect()  # a model that nobody holds any more may wait for it
     for other in others:
-        if other._target() is target:
+        if other._target() is target or not other._observes():
             other.remove()
             other._finalizer()  # as where nobody holds it: it sends what is left, and does not wait
-    if any(other._observes() for other in others):
-        gc.collect()  # a model that nobody holds any more may wait for it
     if any(other._observes() for other in others):
         monitor._recording.failures.warn_once(
             "name",

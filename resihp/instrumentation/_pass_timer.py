@@ -161,6 +161,7 @@ class PassTimer:
         """End the step, and begin no pass from now on, as of outputs from before."""
         self.end_step()
         self.is_stopped = True
+        self._between_steps = _nothing  # which holds the monitor, and that this timer
 
     def safely(self, callback: Callable[[*Ts], R]) -> Callable[[*Ts], R | None]:
         """Return `callback` for use in training code: its failure is counted, not raised."""
@@ -305,6 +306,9 @@ class PassTimer:
         step, self._step = self._step, None
         step.__exit__(None, None, None)
         self._report_passes()
+
+
+def _nothing() -> None: ...
 
 
 def _is_step(span: Span) -> bool:

@@ -61,6 +61,11 @@ class Patches:
         """Call `undo` in `remove`, as the method `remove` of a hook's handle."""
         self._undo.append(undo)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to undo."""
+        return not self._undo
+
     def remove(self) -> None:
         """Undo everything, the newest first; a second call does nothing."""
         with lock:

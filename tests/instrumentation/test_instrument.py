@@ -618,6 +618,37 @@ def test_a_model_in_place_of_one_that_ended_needs_no_name(observe, caplog, is_re
     assert not caplog.text
 
 
+def test_a_monitor_ends_with_its_model(no_collection):
+    loop = Observed()
+    sidecar = loop.sidecar
+    loop.step()
+    del loop
+    until(lambda: any(beat.left for beat in sidecar.heartbeats))
+    assert sidecar.records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER]
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_model_in_place_of_another_leaves_one_process_that_beats(
+    observe, no_collection, is_removed
+):
+    first = observe(heartbeat_s=0.01)
+    first.step()
+    until(lambda: first.sidecar.heartbeats)
+    if is_removed:
+        first.monitor.remove()
+    else:
+        del first.model
+    second = observe(sidecar=first.sidecar, heartbeat_s=0.01)
+    second.step()
+    beats = first.sidecar.heartbeats
+    old = beats[0].process
+    until(lambda: any(beat.left for beat in beats))
+    assert {beat.process for beat in beats if beat.left} == {old}
+    seen = len(beats)
+    until(lambda: len(beats) > seen + 2)
+    assert old not in {beat.process for beat in beats[seen + 1 :]}
+
+
 def test_an_attribute_that_others_have_wrapped_since_is_left_to_them(monkeypatch):
     class Trainer:
         def step(self):
