@@ -18,20 +18,13 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from ._call_arguments import Lengths, argument_names, work_of_call
-from ._pass_timer import BACKWARD, FORWARD, PassTimer
+from ._pass_timer import BACKWARD, FORWARD, PassTimer, backward_under_way
 from ._patches import Patches
 
 _MOST_OUTPUTS = 64
 _MOST_BESIDE_LOSS = 8
 """Tensors of an output that are observed; fewer where the first is a loss, which leads to all."""
 _DEPTH, _OBJECT_DEPTH = 6, 2
-
-
-_graph_task = getattr(torch._C, "_current_graph_task_id", None)
-
-
-backward_under_way: Callable[[], int] = _graph_task or (lambda: -1)
-"""Returns the number of the backward pass that this thread runs; -1 outside of any."""
 
 
 def queue_callback() -> Callable[[Callable[[], None]], None] | None:

@@ -8,6 +8,8 @@ from math import nan
 from threading import get_ident
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
+import torch
+
 from resihp.contracts import Op
 from resihp.hooks._spans import HostSpan, JoinedSpan, Recording, Span, StepSpan
 from resihp.hooks._workload import Work
@@ -22,6 +24,10 @@ FORWARD, BACKWARD, OPTIMIZER = int(Op.FORWARD), int(Op.BACKWARD), int(Op.OPTIMIZ
 _DATA = int(Op.DATA)
 _MANY_PASSES = 1_000
 """Forward passes of a step whose end has been missed, rather than accumulation of gradients."""
+
+
+backward_under_way: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+"""Returns the number of the backward pass that this thread runs; -1 outside of any."""
 
 
 class PassTimer:
@@ -127,8 +133,8 @@ class PassTimer:
 
     def begin_update(self) -> None:
         """Begin the optimizer's update; that of a parameter inside its backward pass is part of
-        the pass, after which the step ends."""
-        if self.op == BACKWARD:
+        the pass, after which the step ends. A backward pass that is over has raised."""
+        if self.op == BACKWARD and backward_under_way() >= 0:
             self._ends_with_backward = True
             return
         recording = self.recording

@@ -16,8 +16,15 @@ import torch
 from resihp.contracts import ContractError, Op, Schedule
 
 from ._call_arguments import Lengths, argument_names, work_of_call
-from ._modules import FinalWait, backward_under_way, gradient_tensors
-from ._pass_timer import BACKWARD, FORWARD, Arguments, Keywords, PassTimer
+from ._modules import FinalWait, gradient_tensors
+from ._pass_timer import (
+    BACKWARD,
+    FORWARD,
+    Arguments,
+    Keywords,
+    PassTimer,
+    backward_under_way,
+)
 from ._patches import Patches
 
 _METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")

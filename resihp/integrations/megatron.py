@@ -14,14 +14,15 @@ from resihp.hooks._workload import Form, Work, snapshot_of
 from resihp.instrumentation import InstrumentedMonitor
 from resihp.instrumentation._call_arguments import Lengths, argument_names, work_of_call
 from resihp.instrumentation._instrument import monitor_of
-from resihp.instrumentation._modules import (
-    FinalWait,
-    backward_under_way,
-    before_gradient,
-    gradient_tensors,
-)
+from resihp.instrumentation._modules import FinalWait, before_gradient, gradient_tensors
 from resihp.instrumentation._optimizers import OptimizerSteps
-from resihp.instrumentation._pass_timer import BACKWARD, FORWARD, Arguments, Keywords
+from resihp.instrumentation._pass_timer import (
+    BACKWARD,
+    FORWARD,
+    Arguments,
+    Keywords,
+    backward_under_way,
+)
 from resihp.layout.rank_groups import RankDescription
 
 from ._observer import TrainingObserver

@@ -84,6 +84,21 @@ def test_failed_backward_pass_leaves_no_record(observe):
     ]
 
 
+def test_update_after_a_failed_backward_pass_ends_the_step(observe):
+    loop = observe()
+
+    def fail(gradient):
+        raise ValueError("broken gradient")
+
+    handle = loop.model.first.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="broken gradient"):
+        loop.step()
+    handle.remove()
+    loop.optimizer.step()
+    loop.step()
+    assert loop.passes() == [(0, FORWARD, 0), (0, OPTIMIZER, -1), *one_step(1)]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_belongs_to_the_backward_pass(observe, reentrant):
     class Recomputing(Model):
