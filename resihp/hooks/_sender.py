@@ -175,8 +175,6 @@ class Sender:
         self._closing.set()
 
     def _start(self) -> None:
-        self._recording.thread_id = threading.get_native_id()
-        self._recording.loop_thread = threading.get_ident()
         thread = threading.Thread(target=self._run, name="resihp-sender", daemon=True)
         try:
             thread.start()

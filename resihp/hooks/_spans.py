@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import nan
+from threading import get_ident, get_native_id
 from typing import Any, Self
 
 from ._clocks import CudaClock, running_cuda
@@ -28,8 +29,9 @@ class Recording:
     now_ns              the host's clock
     device              clock of the device; None where blocks are timed by the host's clock
     put                 takes a finished block
-    on_first_step       called as the first step begins, and then None
-    thread_id           the training thread, by the system's number; 0 before its first record
+    on_first_step       called as the first step, or pass outside of steps, begins, and then None
+    thread_id           the training thread, by the system's number: the one that runs the first
+                        step, and until then the one that made the monitor
     loop_thread         the same by Python's number, and pass_thread that of the last pass
     """
 
@@ -47,13 +49,14 @@ class Recording:
         *,
         look_for_cuda: bool,
     ) -> None:
-        self.step = self.plan_version = self.thread_id = 0
+        self.step = self.plan_version = 0
         self.open = None
         self.recorded = False
         self.next_index: dict[int, int] = {}
         self.now_ns, self.failures = now_ns, failures
         self.on_first_step = None
-        self.loop_thread = self.pass_thread = 0
+        self.pass_thread = 0
+        self._adopt_thread()
         self.use(device)
         self._look_for_cuda = look_for_cuda
 
@@ -61,9 +64,7 @@ class Recording:
         """Return the span of a step that begins; CUDA is looked for until it is in use."""
         self.next_index.clear()
         self.recorded = False
-        if self.on_first_step is not None:
-            self.on_first_step()
-            self.on_first_step = None
+        self.begin()
         if self._look_for_cuda:
             try:
                 self.use(running_cuda())
@@ -71,6 +72,13 @@ class Recording:
                 self.failures.add("looking for CUDA", error)
                 self._look_for_cuda = False
         return self.kind(self, FORWARD, -1, 0, -1, None)
+
+    def begin(self) -> None:
+        """Take this thread for the loop's, if the first step or pass begins now."""
+        if self.on_first_step is not None:
+            self._adopt_thread()
+            self.on_first_step()
+            self.on_first_step = None
 
     def use(self, device: CudaClock | None) -> None:
         """Time blocks by events on `device`; None: by the host's clock, until CUDA is in use."""
@@ -84,6 +92,10 @@ class Recording:
         if self.device is not None:
             self.use(None)
         self.open = None
+        self._adopt_thread()
+
+    def _adopt_thread(self) -> None:
+        self.thread_id, self.loop_thread = get_native_id(), get_ident()
 
 
 class TimedBlock:

@@ -233,11 +233,11 @@ class Monitor:
     def data(self) -> HostSpan:
         """Waiting for input; timed by the host's clock, because no stream takes part.
 
-        In another thread than the loop's it is a record, and leaves the loop's blocks alone.
+        In another thread than the loop's it is a record, and leaves the loop's blocks alone. Before
+        the first step the loop's thread is the one that made the monitor.
         """
         recording = self._recording
-        is_loop = recording.loop_thread in (0, threading.get_ident())
-        kind = HostSpan if is_loop else ThreadSpan
+        kind = HostSpan if recording.loop_thread == threading.get_ident() else ThreadSpan
         return kind(recording, _DATA, -1, 0, -1, None)
 
     def p2p(self, *, peer: int = -1) -> Exchange:
@@ -366,6 +366,8 @@ class Monitor:
         index: int | None,
     ) -> HostSpan | DeviceSpan:
         recording = self._recording
+        if recording.open is None:
+            recording.begin()
         work: Work | None = None
         try:
             if index is None:

@@ -238,7 +238,8 @@ class PassTimer:
             span.waiting = False
 
     def begin_data(self) -> HostSpan | None:
-        """Begin to wait for input; None in other threads than the loop's, and inside other blocks.
+        """Begin to wait for input; None in other threads than the loop's, inside other blocks and
+        before the first step.
 
         The time becomes a record with the next forward pass, unless it was for an evaluation: see
         `mark_data`.
@@ -246,6 +247,8 @@ class PassTimer:
         recording = self.recording
         outer = recording.open
         if get_ident() != recording.loop_thread or not (outer is None or _is_step(outer)):
+            return None
+        if recording.on_first_step is not None:
             return None
         if self._is_data_marked:
             self._data_ns, self._is_data_marked = 0, False

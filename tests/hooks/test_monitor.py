@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -101,6 +102,41 @@ def test_a_loader_in_another_thread_leaves_the_blocks_of_the_loop_alone(monitor,
     assert records.compute_ms.tolist() == pytest.approx([30, 30, 20])
     assert records.microbatch.tolist() == [0, -1, -1]
     assert np.isnan(records.wait_ms).all()
+
+
+@pytest.mark.parametrize("in_steps", [True, False])
+def test_a_loader_that_comes_before_the_first_step_is_not_the_loop(
+    monitor, sidecar, hands, in_steps
+):
+    def load() -> None:
+        for _ in range(2):
+            with monitor.data():
+                begun.set()
+                assert ending.wait(300)
+            loaded.set()
+
+    def step() -> None:
+        with monitor.step() if in_steps else nullcontext(), monitor.forward():
+            assert monitor._recording.open.op == Op.FORWARD
+            hands.pass_ms(30)
+        with monitor.data():
+            assert monitor._recording.open.op == Op.DATA
+
+    begun, ending, loaded = (threading.Event() for _ in range(3))
+    loader = threading.Thread(target=load)
+    loader.start()
+    assert begun.wait(300)
+    assert monitor._recording.open is None
+    ending.set()
+    assert loaded.wait(300)  # its record has started the sender
+    loop = threading.Thread(target=step)
+    loop.start()
+    loop.join()
+    assert monitor._recording.loop_thread == loop.ident
+    assert monitor._recording.thread_id == loop.native_id
+    loader.join()
+    monitor.close()
+    assert sorted(sidecar.records.op) == [Op.FORWARD, Op.DATA, Op.DATA, Op.DATA]
 
 
 def test_a_step_that_runs_later_than_its_call_is_refused(monitor):
