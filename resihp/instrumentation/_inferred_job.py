@@ -1,10 +1,10 @@
 """Name and layout of a job, from torch.distributed and from what each rank holds.
 
 Each rank writes its tensor-parallel group, pipeline group and stages to the store of the default
-process group. Rank 0 reads them all, from the thread that sends telemetry and without waiting, and
-marks there that it has. Each of the others looks for that mark alone, so that the store of a job of
-thousands of ranks has little to do. Training neither takes part in a collective operation nor
-blocks.
+process group, under keys of this job: a process may train several models. Rank 0 reads them all,
+from the thread that sends telemetry and without waiting, and marks there that it has. Each of the
+others looks for that mark alone, so that the store of a job of thousands of ranks has little to do.
+Training neither takes part in a collective operation nor blocks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,10 +26,12 @@ from resihp.contracts.job import acceptable_name, name_of_run
 from resihp.layout.rank_groups import RankDescription, layout_of
 
 _KEY = "resihp/instrument"
-_DESCRIBED = f"{_KEY}/described"
 _PATIENCE_S = 60.0
 """Time after which ranks that have not described themselves are taken for data-parallel ones, and
 rank 0 is no longer waited for."""
+
+_jobs: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""Number of this process's jobs of each name that have described themselves in a store."""
 
 
 def job_name() -> str:
@@ -76,7 +80,7 @@ class InferredJob:
         self._layout, self._microbatches = layout, microbatches
         self._passes = 0
         self._asked_s: float | None = None
-        self._others = _Descriptions(own)
+        self._others = _Descriptions(name, own)
         if layout is None:
             self._others.publish()
 
@@ -124,24 +128,34 @@ class InferredJob:
 
 
 class _Descriptions:
-    """Descriptions of all ranks in the store of the default process group."""
+    """Descriptions of all ranks in the store of the default process group.
 
-    def __init__(self, own: RankDescription) -> None:
+    The keys count the jobs of the same name, as of models that are trained one after the other:
+    every rank makes them in the same order.
+    """
+
+    def __init__(self, name: str, own: RankDescription) -> None:
         self._own = own
         self._world = 1
+        number = 0
         self._store: Any = None
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
             self._world = distributed.get_world_size()
             get_store = getattr(distributed.distributed_c10d, "_get_default_store", None)
             self._store = None if get_store is None else get_store()
+        if self._store is not None:
+            numbers = _jobs.setdefault(self._store, Counter())
+            number, numbers[name] = numbers[name], numbers[name] + 1
+        self._key = f"{_KEY}/{name}/{number}"
+        self._described = f"{self._key}/described"
 
     def publish(self) -> None:
         """Write this rank's description."""
         if self._store is not None:
             one = self._own
             text = json.dumps([one.tensor, one.pipeline, one.stages, one.chunks])
-            self._store.set(f"{_KEY}/{one.rank}", text)
+            self._store.set(f"{self._key}/{one.rank}", text)
 
     def read(self, *, accept_missing: bool) -> list[RankDescription] | None:
         """Return all descriptions; None while one is missing, unless it may be."""
@@ -149,7 +163,7 @@ class _Descriptions:
         missing = [RankDescription(rank, (rank,)) for rank in ranks]
         if self._store is None or own.is_alone:
             return missing
-        keys = [f"{_KEY}/{rank}" for rank in ranks]
+        keys = [f"{self._key}/{rank}" for rank in ranks]
         if not accept_missing and not self._store.check(keys):
             return None
         return [
@@ -160,11 +174,11 @@ class _Descriptions:
     def mark_described(self) -> None:
         """Tell the other ranks that the job is known."""
         if self._store is not None:
-            self._store.set(_DESCRIBED, "1")
+            self._store.set(self._described, "1")
 
     def is_described(self) -> bool:
         """Return whether the mark is there."""
-        return self._store is None or bool(self._store.check([_DESCRIBED]))
+        return self._store is None or bool(self._store.check([self._described]))
 
 
 def _parsed(rank: int, text: bytes) -> RankDescription:

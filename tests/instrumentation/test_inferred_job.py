@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from resihp.contracts import Action, Layout, Schedule
-from resihp.instrumentation._inferred_job import InferredJob, job_name
+from resihp.instrumentation._inferred_job import InferredJob, _jobs, job_name
 from resihp.layout.rank_groups import RankDescription, layout_of
 
 
@@ -169,3 +170,30 @@ def test_rank_0_alone_reads_the_descriptions():
     assert job.layout == layout
     assert all(job.is_described() for job in others)
     assert store.reads == 4
+
+
+WIDE = Layout.grid(dp=1, pp=1, tp=2, layers=1)
+DEEP = Layout.grid(dp=1, pp=2, tp=1, layers=2)
+
+
+@pytest.mark.parametrize("names", [("first", "second"), ("sweep", "sweep")])
+def test_models_of_one_process_describe_themselves_apart(tmp_path, names):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        jobs = []
+        for layout, name in zip((WIDE, DEEP), names, strict=True):
+            for each in described(layout, 1):
+                job = InferredJob(name, each, Schedule.ONE_F_ONE_B, layout=None, microbatches=2)
+                job._others._world = 2
+                jobs.append(job)
+                if each.rank == 0:  # the other rank is a process that counts for itself
+                    _jobs[job._others._store][name] -= 1
+        first, of_first, second, of_second = jobs
+        assert second.describe(now=False).layout == DEEP
+        assert of_second.is_described()
+        assert not of_first.is_described()
+        assert first.describe(now=False).layout == WIDE
+        assert of_first.is_described()
+    finally:
+        torch.distributed.destroy_process_group()
