@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from resihp._preemption import FILE, SECONDS, URL
@@ -13,6 +15,8 @@ from resihp.contracts.node_memory import NODE_MEMORY, MemoryServers
 from .attempts import Attempt
 from .options import Options
 
+_log = logging.getLogger("resihp.launch")
+_FILES = "resihp-run-"
 _UNLIMITED = 2**31 - 1  # restarts, for scripts that read the number
 
 
@@ -26,8 +30,9 @@ class RankEnvironment:
 
     def __init__(self, options: Options, launcher: str, memory: Path | None) -> None:
         self._options, self._launcher, self._memory = options, launcher, memory
-        self._files = tempfile.TemporaryDirectory(prefix="resihp-run-", dir=memory)
-        self.notice = Path(self._files.name) / "preemption"
+        self._folders = [tempfile.TemporaryDirectory(prefix=_FILES, dir=memory)]
+        self.notice = Path(self._folders[0].name) / "preemption"
+        self._plan: tuple[int, Path | None] = (-1, None)
 
     def of_all_ranks(self) -> dict[str, str]:
         """Return the variables that the ranks have in common, in every attempt."""
@@ -54,7 +59,8 @@ class RankEnvironment:
         options = self._options
         ranks = str(attempt.world_size)
         restarts = str(_UNLIMITED if options.max_restarts is None else options.max_restarts)
-        plan = {"RESIHP_PLAN": str(self._plan_file(attempt))} if attempt.plan else {}
+        file = self._plan_file(attempt) if attempt.plan else None
+        plan = {} if file is None else {"RESIHP_PLAN": str(file)}
         return {
             **plan,
             **(self._memory_servers(attempt) if has_copies else {}),
@@ -79,7 +85,8 @@ class RankEnvironment:
 
     def close(self) -> None:
         """Delete the files that the variables name."""
-        self._files.cleanup()
+        for folder in self._folders:
+            folder.cleanup()
 
     def _memory_servers(self, attempt: Attempt) -> dict[str, str]:
         """Variable with the servers of checkpoints."""
@@ -90,11 +97,23 @@ class RankEnvironment:
             timeout_s=self._options.heartbeat.total_seconds(),
         ).to_environment()
 
-    def _plan_file(self, attempt: Attempt) -> Path:
-        """File with the plan that the attempt follows."""
-        path = Path(self._files.name) / f"plan-{attempt.number}.json"
-        path.write_text(attempt.plan)
-        return path
+    def _plan_file(self, attempt: Attempt) -> Path | None:
+        """File with the plan that the attempt follows, the same for all ranks: in the node's
+        memory, or where that is full in the system's folder of such files; None where both are."""
+        if self._plan[0] != attempt.number:
+            self._plan = attempt.number, self._written(f"plan-{attempt.number}.json", attempt.plan)
+        return self._plan[1]
+
+    def _written(self, name: str, text: str) -> Path | None:
+        with suppress(OSError):
+            return _write(self._folders[0], name, text)
+        try:
+            if len(self._folders) == 1:
+                self._folders.append(tempfile.TemporaryDirectory(prefix=_FILES))
+            return _write(self._folders[1], name, text)
+        except OSError as error:
+            _log.warning("no room for the plan, the ranks of this node start without it: %s", error)
+            return None
 
     def _visible_devices(self, devices: Sequence[int]) -> dict[str, str]:
         """CUDA's variable without the devices that are left out.
@@ -116,3 +135,9 @@ class RankEnvironment:
 def _gpus() -> int:
     """Number of NVIDIA devices that this node or its container has; 0 where that is not known."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _write(folder: tempfile.TemporaryDirectory[str], name: str, text: str) -> Path:
+    path = Path(folder.name) / name
+    path.write_text(text)
+    return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -9,11 +10,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 from .options import Output
 
+_log = logging.getLogger("resihp.launch")
 PATIENCE_S = 1.0
 """Longest wait for the output of a rank that has ended: a child may keep its pipe open."""
 _LAST_LINES = 60
@@ -29,7 +32,8 @@ class RankOutput:
     """Both streams of one rank.
 
     A stdout that is only passed on is the launcher's own. Everything else goes through pipes, which
-    threads read until all processes that hold them have ended.
+    threads read until all processes that hold them have ended. A stream whose file cannot be made,
+    as on a full disk, is passed on instead.
 
     descriptors  what the rank gets as stdout and stderr; `started` closes those of this process
     """
@@ -41,15 +45,16 @@ class RankOutput:
         self._taken, self._passed = {1: 0, 2: 0}, {1: 0, 2: 0}  # bytes, before and after a write
         self.descriptors: list[int] = []
         for stream in (1, 2):
+            is_written = output.is_written(local_rank, stream)
             file = _file(output, stream, local_rank, attempt)
-            is_shown = output.is_shown(local_rank, stream)
-            if stream == 1 and is_shown and file is None:
+            is_shown = output.is_shown(local_rank, stream) or (is_written and file is None)
+            if stream == 1 and is_shown and not is_written:
                 self.descriptors.append(sys.stdout.fileno())
                 continue
             read, write = os.pipe()
             self.descriptors.append(write)
             self._opened.append(write)
-            prefix = f"[rank{rank}]: ".encode() if file is not None else b""
+            prefix = f"[rank{rank}]: ".encode() if is_written else b""
             targets = (read, stream, file, is_shown, prefix)
             reader = threading.Thread(
                 target=self._pass_on, args=targets, name=f"resihp-{_NAMES[stream]}", daemon=True
@@ -150,9 +155,19 @@ def _lines(read: int) -> Iterator[bytes]:
 
 
 def _file(output: Output, stream: int, local_rank: int, attempt: int) -> BinaryIO | None:
-    """The file of a stream, where torchrun puts it."""
+    """The file of a stream, where torchrun puts it; None if it is not written, or cannot be."""
     if output.folder is None or not output.is_written(local_rank, stream):
         return None
     folder: Path = output.folder / f"attempt_{attempt}" / str(local_rank)
-    folder.mkdir(parents=True, exist_ok=True)
-    return (folder / f"{_NAMES[stream]}.log").open("ab")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / f"{_NAMES[stream]}.log").open("ab")
+    except OSError as error:
+        _warn(folder.parent, error.strerror or repr(error))
+        return None
+
+
+@cache
+def _warn(folder: Path, why: str) -> None:
+    """Warn once of each folder and reason."""
+    _log.warning("%s: %s: output of ranks is passed on and not written there", folder, why)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ import pytest
 
 from resihp.elastic.rendezvous import exit_status
 from resihp.launch import rank_environment
+from resihp.launch.attempts import Attempt
 from resihp.launch.options import Options
 from resihp.launch.rank_environment import RankEnvironment
 from tests.elastic.engine_job import is_running
@@ -212,6 +215,39 @@ def test_devices_that_ranks_share_stay_visible(
     environment = RankEnvironment(options, "launcher", tmp_path)
     assert environment._visible_devices([1, 2]) == {}
     environment.close()
+
+
+@pytest.mark.parametrize("full", [("memory",), ("memory", "disk")])
+def test_a_plan_for_which_the_memory_has_no_room_goes_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    full: tuple[str, ...],
+) -> None:
+    def write_text(path: Path, text: str) -> int:
+        if path.is_relative_to(tmp_path) and path.relative_to(tmp_path).parts[0] in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text)
+
+    write = Path.write_text
+    for name in ("memory", "disk"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "disk"))
+    monkeypatch.setattr(Path, "write_text", write_text)
+    attempt = Attempt(number=1, nodes=(), host="localhost", port=1, plan="the plan")
+    options = Options.parse(["--nproc-per-node", "2", __file__])
+    environment = RankEnvironment(options, "launcher", tmp_path / "memory")
+    variables = [
+        environment.of_one_rank(rank, rank, attempt, [0, 1], has_copies=False) for rank in (0, 1)
+    ]
+    if "disk" in full:
+        assert not any("RESIHP_PLAN" in each for each in variables)
+        assert len([text for text in caplog.messages if "start without it" in text]) == 1
+    else:
+        files = {Path(each["RESIHP_PLAN"]) for each in variables}
+        assert [file.read_text() for file in files] == ["the plan"]
+    environment.close()
+    assert not [*(tmp_path / "memory").iterdir(), *(tmp_path / "disk").iterdir()]
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(script: Path, tmp_path: Path) -> None:

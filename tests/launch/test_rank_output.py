@@ -79,6 +79,18 @@ def test_lines_of_ranks_that_are_written_to_files_have_their_names(
     assert (tmp_path / "logs" / "attempt_0" / "0" / "stderr.log").read_bytes() == b"one\ntwo"
 
 
+def test_what_cannot_be_written_is_passed_on_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs").touch()  # no folder can be made there, as on a full disk
+    output = Output(folder=tmp_path / "logs", redirects={None: 3})
+    rank = Rank(output, tmp_path / "shown", monkeypatch)
+    rank.write(b"one\n")
+    rank.until_shown(b"[rank3]: one\n")
+    assert rank.last_lines() == "one"
+    assert len([line for line in caplog.messages if "logs/attempt_0" in line]) == 1
+
+
 LINES = b"".join(b"%d\n" % number for number in range(20_000)) + b"the last line\n"
 """More than a pipe holds, and less than two pipes do."""
 
