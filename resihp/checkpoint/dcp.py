@@ -265,7 +265,7 @@ class LazyWriter(StorageWriter, AsyncStager):
             index = checkpoint.index()
             write_index(part, index)
         except BaseException:
-            discard_file(part / name)
+            discard_file(part, assigned.rank)
             raise
         written: Future[list[WriteResult]] = Future()
         written.set_result(

@@ -21,6 +21,8 @@ from resihp.checkpoint import (
     ShardedTensorPiece,
     SharedStorage,
 )
+from resihp.checkpoint.format.index import FileIndex
+from resihp.checkpoint.format.metadata import data_name, index_name
 from resihp.checkpoint.levels import Level, checkpoint_folder
 from resihp.checkpoint.restore import restore
 from tests.checkpoint.helpers import assert_stamped, back_from, load_by_torch, stamped
@@ -180,6 +182,46 @@ def save_rows(level: Level, ranks: Sequence[int], count: int, run: str, value: f
         with Checkpointer([level], ranks=IndependentRank(rank, range(count), run)) as saver:
             saver.save(1, [row])
         assert not saver.counters.levels[level.name].failed
+
+
+def save_row(disk: LocalDisk, rank: int, run: str) -> int:
+    """One of two ranks saves step 1; returns the number of its failed saves."""
+    row = ShardedTensorPiece("w", (2, 1000), (rank, 0), torch.full((1, 1000), 7.0))
+    with Checkpointer([disk], ranks=IndependentRank(rank, (0, 1), run)) as saver:
+        saver.save(1, [row])
+    return saver.counters.levels[disk.name].failed
+
+
+def test_a_rank_that_fails_after_its_index_is_there_takes_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_index(part: Path, index: FileIndex) -> None:
+        real(part, index)
+        if index.rank == 0:
+            raise OSError(errno.EIO, "Input/output error")
+
+    real, disk = checkpoint_folder.write_index, LocalDisk(tmp_path)
+    monkeypatch.setattr(checkpoint_folder, "write_index", write_index)
+    assert [save_row(disk, rank, "run") for rank in (0, 1)] == [1, 0]
+    assert disk.steps() == []
+    assert {path.name for path in tmp_path.glob(".step-*/*")} == {data_name(1), index_name(1)}
+    monkeypatch.undo()
+    assert save_row(disk, 0, "run") == 0
+    assert disk.steps() == [1]
+
+
+@pytest.mark.parametrize("length", [None, 0, 4096])
+def test_a_folder_without_the_whole_file_of_a_rank_is_not_published(
+    tmp_path: Path, length: int | None
+) -> None:
+    disk = LocalDisk(tmp_path)
+    assert save_row(disk, 0, "run") == 0
+    (file,) = tmp_path.glob(f".step-*/{data_name(0)}")
+    file.unlink()
+    if length is not None:
+        file.write_bytes(bytes(length))
+    assert save_row(disk, 1, "run") == 1
+    assert disk.steps() == []
 
 
 @pytest.mark.parametrize("uploaded", [(3,), (0, 1, 2, 3)])

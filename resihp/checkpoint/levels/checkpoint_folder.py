@@ -128,7 +128,8 @@ class CheckpointFolder(Level):
     def _publish(self, part: Path, own: FileIndex) -> None:
         """Write this rank's index; if it is the last one, publish and retire old checkpoints.
 
-        Raises `CheckpointError` if the folder has this step of a younger lineage.
+        Raises `CheckpointError` if the folder has this step of a younger lineage, or lacks a file
+        that its rank deletes as its save fails.
         """
         write_index(part, own)
         if not all((part / index_name(rank)).exists() for rank in own.in_folder):
@@ -142,6 +143,8 @@ class CheckpointFolder(Level):
                 return  # another rank is publishing
             stack.callback(shutil.rmtree, claimed, ignore_errors=True)  # unless it is published
             indexes = [own if rank == own.rank else _read(claimed, rank) for rank in own.in_folder]
+            for index in indexes:
+                _check_length(claimed, index)
             lineage = merged_lineage(index.lineage for index in indexes)
             final = self.folder / step_name(own.step)
             if _lineage(final).born > lineage.born:
@@ -229,6 +232,13 @@ class FolderReader(CheckpointReader):
 
 def _read(folder: Path, rank: int) -> FileIndex:
     return read_index((folder / index_name(rank)).read_text(), f"{folder}, rank {rank}")
+
+
+def _check_length(folder: Path, index: FileIndex) -> None:
+    path = folder / data_name(index.rank)
+    length = path.stat().st_size if path.exists() else 0
+    if length != index.file_bytes:
+        raise CheckpointError(f"{path} has {length} of {index.file_bytes} bytes")
 
 
 def _lineage(folder: Path) -> Lineage:

@@ -12,7 +12,7 @@ from threading import Event, Lock, Thread
 
 from resihp.contracts import ContractError
 
-from ..format.metadata import data_name
+from ..format.metadata import data_name, index_name
 from ..staging.in_flight import InFlightCheckpoint
 from ..staging.zero_copy import WRITERS, ZeroCopyChunks
 from .checkpoint_folder import CheckpointFolder, part_folder, step_name
@@ -70,7 +70,7 @@ class LocalDisk(CheckpointFolder):
                 checkpoint.await_agreement(self.name)
             self._publish(part, replace(checkpoint.index(), beside=self._ranks))
         except BaseException as problem:
-            discard_file(target)
+            discard_file(part, me.rank)
             if isinstance(problem, OSError) and problem.errno in _FULL:
                 self._note_full(checkpoint.file.nbytes)
             raise
@@ -190,8 +190,10 @@ def _create(target: Path) -> None:
             return target.touch()
 
 
-def discard_file(target: Path) -> None:
-    """Delete an unfinished file, and its folder if that is empty."""
+def discard_file(part: Path, rank: int) -> None:
+    """Delete a rank's unfinished file and before it the index, which says that the file is whole;
+    delete the folder if it is empty then."""
     with contextlib.suppress(OSError):
-        target.unlink(missing_ok=True)
-        target.parent.rmdir()
+        (part / index_name(rank)).unlink(missing_ok=True)
+        (part / data_name(rank)).unlink(missing_ok=True)
+        part.rmdir()
