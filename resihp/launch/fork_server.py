@@ -258,6 +258,8 @@ class _Server:
         data, descriptors = b"", list[int]()
         with suppress(OSError):
             data, descriptors, _, _ = socket.recv_fds(self._control, 1, _MOST_DESCRIPTORS)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)  # a program gets copies of its own
         if not data:
             self._kill_all()
             os._exit(0)  # there is nothing to clean up, which takes Python a second with torch
@@ -311,6 +313,9 @@ class _Server:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._control, self._signals, self._wakeup):
             end.close()
+        for _, descriptors in self._held:  # streams of other ranks
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _reap(self) -> None:
         """Take the ends of children; what a failed one has started is killed before it is told.

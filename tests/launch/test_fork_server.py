@@ -393,6 +393,25 @@ def test_a_rank_is_signalled_during_an_import(importing: tuple[Ranks, str, Path]
     assert ranks.wait_for(Ended, next_key).status == -signal.SIGKILL, ranks.logs()
 
 
+def test_a_rank_does_not_hold_the_output_of_one_that_was_started_with_it(
+    importing: tuple[Ranks, str, Path],
+) -> None:
+    ranks, _, _ = importing
+    first, _ = ranks.start(ranks.script("import time\ntime.sleep(1000)", "first.py"))
+    read, write = os.pipe()
+    second = ranks.script("print('done')", "second.py")
+    ranks.server.start("second", second, {"TOLD": ""}, [write, write])
+    os.close(write)
+    (ranks.folder / "go").touch()
+    ranks.wait_for(Ended, "second")
+    with os.fdopen(read, "rb", buffering=0) as output:
+        assert output.read(100) == b"done\n"
+        assert select.select([output], [], [], 60.0)[0], "the other rank holds the pipe"
+        assert output.read(100) == b""
+    ranks.server.signal(first, signal.SIGKILL)
+    assert ranks.wait_for(Ended, first).status == -signal.SIGKILL, ranks.logs()
+
+
 def test_a_server_ends_with_its_launcher_during_an_import(
     importing: tuple[Ranks, str, Path],
 ) -> None:
