@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from resihp._stream_captures import ignore_captures
 from resihp.contracts import ContractError
 
 
@@ -24,13 +25,15 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a CUDA device the current one of this thread, for good.
+    """Make a CUDA device the current one of this background thread, for good, and let it use the
+    device while training captures a graph.
 
     Without it the first use of a stream or an event would create a context on device 0, which takes
     about 0.5 GiB there for each other rank of the node.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        ignore_captures()
 
 
 @functools.cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from resihp._devices import with_index
+from resihp import _devices
+from resihp._devices import use_device, with_index
 from resihp.contracts import ContractError
 from resihp.elastic.step import Setup
 from tests.elastic.engine_job import small_setup
@@ -27,3 +28,15 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ContractError, match="this process has no CUDA device"):
         with_index(torch.device("cuda"))
+
+
+def test_a_background_thread_leaves_captures_alone_on_the_device_that_it_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(_devices, "ignore_captures", lambda: done.append("ignores captures"))
+    use_device(torch.device("cpu"))
+    assert not done
+    use_device(torch.device("cuda", 3))
+    assert done == [torch.device("cuda", 3), "ignores captures"]

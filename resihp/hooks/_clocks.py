@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
+from resihp._stream_captures import ignore_captures
+
 _REFERENCE_MS = 10_000.0
 """Time between two events beyond which the device's 32-bit difference is too coarse."""
 
@@ -68,9 +70,10 @@ class CudaClock:
         return int(self._cuda.current_stream().cuda_stream)
 
     def adopt_thread(self) -> None:
-        """Set the device of the calling thread: its first query would otherwise create a context
-        on device 0, of hundreds of megabytes."""
+        """Set the device of the calling background thread: its first query would otherwise create a
+        context on device 0, of hundreds of megabytes, and end a capture of a graph."""
         self._cuda.set_device(self._device)
+        ignore_captures()
 
     def device_uuid(self) -> str | None:
         """Return the driver's name of the device; None where torch does not tell it."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from resihp.checkpoint import Checkpointer, LocalDisk
-from resihp.checkpoint.staging import stager
+from resihp.checkpoint.staging import copier, stager
 from resihp.checkpoint.staging.copier import IN_FLIGHT, Copier
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 from resihp.contracts import ContractError
@@ -130,3 +130,14 @@ def test_a_state_on_several_devices_is_refused(
         pytest.raises(ContractError, match=r"state: lies on several devices \(cuda:0, cuda:1\)"),
     ):
         saver.prepare(state)
+
+
+def test_the_copying_thread_leaves_captures_of_training_alone(
+    streams: tuple[Stream, Stream, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, copying, log = streams
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: copying)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(stream.name))
+    monkeypatch.setattr(copier, "ignore_captures", lambda: log.append("ignores captures"))
+    Copier(torch.device("cuda")).close()
+    assert log == ["copying", "ignores captures"]

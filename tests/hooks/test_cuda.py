@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from resihp import _stream_captures
 from resihp.hooks import CudaClock, HostClock
 from resihp.hooks._clocks import running_cuda
 
@@ -132,6 +134,22 @@ def test_a_graph_capture_is_left_alone(monitor, stream, sidecar):
     monitor.close()
     assert len(sidecar.records) == 2
     assert monitor.stats.failures == 0
+
+
+def test_the_sender_leaves_captures_of_other_threads_alone(
+    monitor, stream, wait_until, monkeypatch
+):
+    def exchange(pointer):
+        modes.append((pointer._obj.value, threading.current_thread().name))
+
+    modes, driver = [], SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr("ctypes.CDLL", {"libcuda.so.1": driver}.__getitem__)
+    _stream_captures._exchange_mode.cache_clear()
+    one_microbatch(monitor, stream)
+    wait_until(lambda: modes)
+    monitor.close(0.1)
+    _stream_captures._exchange_mode.cache_clear()
+    assert set(modes) == {(1, "resihp-sender")}
 
 
 def test_a_lost_device_is_counted_and_training_goes_on(monitor, stream, caplog):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from resihp._devices import record_awaited
 from resihp._shutdown import start_thread
+from resihp._stream_captures import ignore_captures
 
 from ..format.shard_file import SourceBytes
 from ..providers import TensorSource, memory_of
@@ -92,6 +93,7 @@ class Copier:
     def _run(self) -> None:
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
+            ignore_captures()
         while (checkpoint := self._queue.get()) is not None:
             try:
                 self._copy(checkpoint)
