@@ -103,11 +103,12 @@ def _of_tensor(form: Form, tensor: Any) -> Snapshot | None:
         return Snapshot(form, _reduced(form, tensor).clone().numpy())
     import torch
 
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    values = _reduced(form, tensor).to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
+    with torch.cuda.device(tensor.device):  # of which the current stream and the event are
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        values = _reduced(form, tensor).to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
     return Snapshot(form, values, arrived)
 
 

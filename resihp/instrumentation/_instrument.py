@@ -131,6 +131,7 @@ def instrument(
     monitor._target = ref(target)
     _end_earlier(monitor)
     try:
+        _warn_of_other_device([stage.submod for stage in stages] or [target], monitor)
         if is_engine(target):
             _time_engine(target, monitor, lengths)
         elif stages:
@@ -226,6 +227,21 @@ def _end_earlier(monitor: InstrumentedMonitor) -> None:
             "name",
             f"another model of this process is instrumented as rank {rank} of {name!r}: give each "
             "its own `job=`",
+        )
+
+
+def _warn_of_other_device(modules: Sequence[torch.nn.Module], monitor: InstrumentedMonitor) -> None:
+    """Warn if the modules are on another CUDA device than the current one, which is timed."""
+    cuda = torch.cuda
+    if not cuda.is_initialized():
+        return
+    held = (parameter for module in modules for parameter in module.parameters())
+    device = next((parameter.device for parameter in held if parameter.is_cuda), None)
+    if device is not None and device.index != (current := cuda.current_device()):
+        monitor._recording.failures.warn_once(
+            "device",
+            f"the model is on {device} and the current device is cuda:{current}, whose times and "
+            f"probes are taken: call `torch.cuda.set_device({device.index})` before `instrument`",
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -126,3 +129,48 @@ def test_one_form_at_a_time_and_masks_of_known_shape():
         snapshot([1], [0, 1], None)
     with pytest.raises(ContractError, match="dimensions"):
         snapshot(None, None, np.ones(3))
+
+
+class DeviceTensor:
+    """Lengths of two sequences on a CUDA device."""
+
+    is_cuda, device = True, "cuda:3"
+
+    def detach(self):
+        return self
+
+    def to(self, device, *, non_blocking):
+        assert (device, non_blocking) == ("cpu", True)
+        return [5, 2]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_lengths_on_another_device_than_the_current_one(monkeypatch, is_captured):
+    current, asked = ["cuda:0"], []
+
+    @contextmanager
+    def device(chosen):
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def capturing():
+        asked.append(("capture", current[-1]))
+        return is_captured
+
+    def event():
+        return SimpleNamespace(
+            record=lambda: asked.append(("event", current[-1])), query=lambda: True
+        )
+
+    cuda = SimpleNamespace(device=device, is_current_stream_capturing=capturing, Event=event)
+    monkeypatch.setattr("torch.cuda", cuda)
+    taken = snapshot(DeviceTensor(), None, None)
+    assert current == ["cuda:0"]
+    if is_captured:
+        assert taken is None
+        assert asked == [("capture", "cuda:3")]
+    else:
+        assert taken.ready()
+        assert features(taken) == Features(7, 2, 29, 5)
+        assert asked == [("capture", "cuda:3"), ("event", "cuda:3")]

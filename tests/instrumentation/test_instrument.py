@@ -633,6 +633,31 @@ def test_a_model_in_place_of_one_that_ended_needs_no_name(observe, caplog, is_re
     assert not caplog.text
 
 
+class OnDevice(Model):
+    """Says that its parameters are on a CUDA device."""
+
+    def __init__(self, device) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+
+    def parameters(self, recurse=True):
+        for parameter in super().parameters(recurse):
+            yield SimpleNamespace(device=self.device, is_cuda=self.device.type == "cuda")
+            yield parameter
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda:3", 1), ("cuda:2", 0), ("cpu", 0)])
+def test_a_model_on_another_device_than_the_current_one_is_told(device, told, monkeypatch, caplog):
+    monitors = [resihp.instrument(OnDevice(device), job="loop", client=Sidecar())]
+    assert "set_device" not in caplog.text
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monitors.append(resihp.instrument(OnDevice(device), job="other", client=Sidecar()))
+    for monitor in monitors:
+        monitor.remove()
+    assert caplog.text.count("call `torch.cuda.set_device(3)` before `instrument`") == told
+
+
 def test_a_monitor_ends_with_its_model(no_collection):
     loop = Observed()
     sidecar = loop.sidecar
