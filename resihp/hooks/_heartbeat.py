@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from time import monotonic
@@ -189,9 +188,3 @@ class HeartbeatSender:
             passes=self._passes if self._step == step else 0,
             for_s=round(monotonic() - self._since_s, 3),
         )
-
-
-def size_of_job() -> int:
-    """Number of ranks by WORLD_SIZE; 1 where it is not set."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() else 1

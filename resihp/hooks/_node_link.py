@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable
 from time import monotonic
@@ -31,13 +30,6 @@ _ROUNDS = 8
 """Attempts to find a sender, for ranks that start at the same time."""
 _ALONE_S = 10.0
 """Time for which a rank that found no sender sends by itself before it looks again."""
-
-
-def ranks_of_host() -> int:
-    """Return the number of ranks of the job on this host, by LOCAL_WORLD_SIZE; else by WORLD_SIZE;
-    1 without."""
-    text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or ""
-    return max(1, int(text)) if text.isdigit() else 1
 
 
 class NodeLink:

@@ -3,7 +3,6 @@ steps, answered by the sender."""
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ _PAUSE_S = 1.0
 _CALL_S = 5.0
 """Time between two records of a rank without work."""
 _MOST_WAITING = 4
-_OFF = ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,6 @@ class Probes:
         """Drop all requests and answers, as in a forked child."""
         self.requests.clear()
         self.answers.clear()
-
-
-def allowed_by_environment(name: str) -> bool:
-    """Return whether the variable, RESIHP_PROBES or RESIHP_STACKS, allows it: the default."""
-    return os.environ.get(name, "").strip().lower() not in _OFF
 
 
 def _request(item: Any, rank: int) -> RequestedProbe | None:

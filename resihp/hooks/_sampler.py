@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,6 @@ _SHORTEST_S = 0.5
 """Shorter samples are not taken: their rates would say little."""
 _GROWING = (Quantity.TOTAL, Quantity.TIME)
 _VANISHED = (FileNotFoundError, ProcessLookupError)
-_OFF = ("0", "false", "no", "off")
 
 
 @dataclass
@@ -173,8 +171,3 @@ class Sampler:
                 failed.append(readings)
         for readings in failed:
             self._readings.remove(readings)
-
-
-def sensors_allowed() -> bool:
-    """Return whether RESIHP_SENSORS allows the reading of sensors, which is the default."""
-    return os.environ.get("RESIHP_SENSORS", "").strip().lower() not in _OFF

@@ -16,13 +16,12 @@ from resihp.client import Client
 from resihp.contracts import ContractError, Job, Op
 
 from ._clocks import CudaClock, HostClock
-from ._heartbeat import size_of_job
-from ._node_link import NodeLink, ranks_of_host
+from ._environment import allowed_by_environment, ranks_by_environment
+from ._node_link import NodeLink
 from ._node_socket import NodeAddress
 from ._pace import heartbeat_interval_s, message_interval_s
-from ._probes import Probes, allowed_by_environment
+from ._probes import Probes
 from ._registration import DeferredJob, Registration
-from ._sampler import sensors_allowed
 from ._sender import Sender, TelemetryReceiver, fatal_error
 from ._spans import DeviceSpan, Exchange, HostSpan, Recording, StepSpan, ThreadSpan, Waiting
 from ._stats import FailureLog, Stats
@@ -101,11 +100,16 @@ class Monitor:
         host = clock if isinstance(clock, HostClock) else HostClock()
         device = clock if isinstance(clock, CudaClock) else None
         self._recording = Recording(failures, host.now_ns, device, look_for_cuda=clock is None)
-        allowed = allowed_by_environment("RESIHP_PROBES") if probes is None else probes
+        if probes is None:
+            probes = allowed_by_environment("RESIHP_PROBES")
         if stacks is None:
             stacks = allowed_by_environment("RESIHP_STACKS")
-        self._probes = Probes(failures, allowed=allowed, budget_ms=_PROBE_BUDGET_MS)
-        ranks = len(job.layout.ranks) if isinstance(job, Job) else size_of_job()
+        if sensors is None:
+            sensors = allowed_by_environment("RESIHP_SENSORS")
+        self._probes = Probes(failures, allowed=probes, budget_ms=_PROBE_BUDGET_MS)
+        ranks = ranks_by_environment("WORLD_SIZE") or 1
+        if isinstance(job, Job):
+            ranks = len(job.layout.ranks)
         heartbeat_s = heartbeat_interval_s(heartbeat_s, ranks)
         seed = self.rank if seed is None else seed
         registration = Registration(job, self.rank, failures)
@@ -114,7 +118,7 @@ class Monitor:
             url or os.environ.get("RESIHP_URL") or DEFAULT_URL,
             token or os.environ.get("RESIHP_TOKEN"),
         )
-        together = ranks_of_host()
+        together = ranks_by_environment("LOCAL_WORLD_SIZE", "WORLD_SIZE") or 1
         shares = client is None and together > 1 if share_sender is None else share_sender
         interval_s = message_interval_s(interval_s, ranks, together if shares else 1)
         if shares and isinstance(receiver, Client) and NodeAddress.is_possible():
@@ -125,8 +129,7 @@ class Monitor:
         self._sender = Sender(
             receiver, registration, self.rank, self._recording, capacity=capacity,
             batch_records=batch_records, interval_s=interval_s, heartbeat_s=heartbeat_s,
-            stacks=stacks, seed=seed, probes=self._probes,
-            sensors=sensors_allowed() if sensors is None else sensors,
+            stacks=stacks, seed=seed, probes=self._probes, sensors=sensors,
         )  # fmt: skip
         self._recorded_indices: dict[int, dict[int, int]] = {}
         self._recording.put = self._sender.buffer.put

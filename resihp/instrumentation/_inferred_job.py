@@ -23,6 +23,7 @@ import torch
 
 from resihp.contracts import Action, Job, Layout, Links, Schedule
 from resihp.contracts.job import acceptable_name, name_of_run
+from resihp.hooks._environment import ranks_by_environment
 from resihp.layout.rank_groups import RankDescription, layout_of
 
 _KEY = "resihp/instrument"
@@ -188,8 +189,8 @@ def _parsed(rank: int, text: bytes) -> RankDescription:
 
 def _links() -> Links:
     """Network with the launcher's number of ranks per node, if it gives one."""
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return Links(ranks_per_node=int(given)) if given.isdecimal() and int(given) else Links()
+    ranks = ranks_by_environment("LOCAL_WORLD_SIZE")
+    return Links() if ranks is None else Links(ranks_per_node=ranks)
 
 
 def _device() -> str:

@@ -11,6 +11,7 @@ import torch
 
 import resihp
 from resihp.contracts import COLUMNS, ContractError, Op
+from resihp.hooks._environment import ranks_by_environment
 
 
 def row(batch, index=0):
@@ -346,3 +347,15 @@ def test_rank_url_and_token_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ContractError, match="RANK"):
         resihp.Monitor(job="j")
+
+
+@pytest.mark.parametrize(
+    ("local", "world", "ranks"),
+    [("2", "8", 2), ("", "8", 8), (None, "8", 8), (None, None, None), ("two", "8", None)],
+)
+def test_the_number_of_ranks_in_the_environment(monkeypatch, local, world, ranks):
+    for name, given in (("LOCAL_WORLD_SIZE", local), ("WORLD_SIZE", world)):
+        monkeypatch.delenv(name, raising=False)
+        if given is not None:
+            monkeypatch.setenv(name, given)
+    assert ranks_by_environment("LOCAL_WORLD_SIZE", "WORLD_SIZE") == ranks

@@ -8,7 +8,8 @@ from itertools import count
 import pytest
 
 from resihp.hooks import _probe_kernels as _probe_work
-from resihp.hooks._probes import Probes, allowed_by_environment
+from resihp.hooks._environment import allowed_by_environment
+from resihp.hooks._probes import Probes
 from resihp.hooks._stats import FailureLog
 
 
