@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from resihp.contracts import Heartbeat, Op, TrainingPosition
 from resihp.formatting import duration, listed, plural, rank_list
@@ -44,42 +45,73 @@ _EXCHANGES = {Op.COLLECTIVE: "in a collective", Op.P2P: "in a transfer"}
 class Hang:
     """A rank whose training thread hangs.
 
-    since_s      by the clock of the heartbeats
-    suspects     ranks that may be the cause, this one included
-    named        they are few enough to be named as the cause
-    others       number and places of the ranks that wait for them; "" without any
-    stack        of its training thread, if it was sent
-    collectives  what the flight recorders of this rank and of one that waits say
+    since_s     by the clock of the heartbeats
+    stack       of its training thread, if it was sent
+    collective  what its flight recorder says; "" where that is not known
     """
 
     position: TrainingPosition
     since_s: float
-    suspects: tuple[int, ...]
-    named: bool
-    others: str
     stack: tuple[str, ...] = ()
-    collectives: tuple[str, ...] = ()
+    collective: str = ""
 
-    def evidence(self, now: float) -> tuple[str, ...]:
-        """Sentences on the hang as of `now`."""
+    def sentence(self, now: float) -> str:
+        """Sentence on where the rank hangs, and for how long as of `now`."""
         position = self.position
-        lasted = duration(1e3 * max(self.position.for_s, now - self.since_s))
+        lasted = duration(1e3 * max(position.for_s, now - self.since_s))
         where = "waiting for other ranks " if position.waiting else ""
         if position.op is None:
             where += f"outside of all timed blocks since step {position.step}"
         else:
             where += f"in {position.op.name.lower()} of step {position.step}"
             where += f", microbatch {position.microbatch}" if position.microbatch >= 0 else ""
-        lines = [f"its training thread has been {where} for {lasted}; its process is alive"]
+        return f"its training thread has been {where} for {lasted}; its process is alive"
+
+
+@dataclass(frozen=True)
+class Hangs:
+    """The ranks that hang at one time, each of which may be the cause.
+
+    by_rank  the hang of each
+    named    they are few enough to be named as the cause
+    others   number and places of the ranks that wait for them, by the step in which one hangs; ""
+             without any
+    waiting  rank that waits for them, and what its flight recorder says; None where it says nothing
+    """
+
+    by_rank: dict[int, Hang] = field(default_factory=dict)
+    named: bool = False
+    others: dict[int, str] = field(default_factory=dict)
+    waiting: tuple[int, str] | None = None
+
+    def evidence(self, rank: int, now: float) -> tuple[str, ...]:
+        """Sentences on the hang of a rank as of `now`."""
+        hang = self.by_rank[rank]
+        lines = [hang.sentence(now)]
         if not self.named:
             lines.append("the rank that the others wait for cannot be told from the positions")
-        elif len(self.suspects) > 1:
-            lines.append(f"one of {rank_list(self.suspects)} is the cause")
-        if self.named and self.others:
-            lines.append(self.others)
-        if self.stack:
-            lines.append(f"its stack, the innermost frame first: {' <- '.join(self.stack)}")
-        return (*lines, *self.collectives)
+        elif len(self.by_rank) > 1:
+            lines.append(self._one_of)
+        if self.named and (others := self.others[hang.position.step]):
+            lines.append(others)
+        if hang.stack:
+            lines.append(f"its stack, the innermost frame first: {' <- '.join(hang.stack)}")
+        recorded = [(rank, hang.collective), *([self.waiting] if self.waiting else [])]
+        lines += [f"flight recorder of rank {each}: {told}" for each, told in recorded if told]
+        return tuple(lines)
+
+    @cached_property
+    def _one_of(self) -> str:
+        return f"one of {rank_list(self.by_rank)} is the cause"
+
+    def naming(self, rank: int) -> tuple[object, ...] | None:
+        """The part of a rank's hang whose change is worth a new verdict; None if it does not
+        hang."""
+        hang = self.by_rank.get(rank)
+        if hang is None:
+            return None
+        place = replace(hang.position, for_s=0.0)
+        return self.named, place, hang.stack, hang.collective, self.waiting
 
 
 @dataclass(slots=True)
@@ -162,11 +194,11 @@ class HangTracker(Persistent):
             place += f" of microbatch {position.microbatch}" if position.microbatch >= 0 else ""
         return (f"last seen {place} in step {position.step}",)
 
-    def hangs(self, now: float, ranks: RankTable) -> dict[int, Hang]:
+    def hangs(self, now: float, ranks: RankTable) -> Hangs:
         """The ranks of a layout that hang and do not merely wait for another rank."""
         self._asked = ()
         if not any(now - stay.since_s > _SHORTEST_S for stay in self._stays.values()):
-            return {}
+            return Hangs()
         classes = dict(zip(ranks.ranks.tolist(), ranks.peers.tolist(), strict=True))
         stays = {rank: stay for rank, stay in self._stays.items() if rank in classes}
         busy = {rank: stay for rank, stay in stays.items() if not stay.position.waiting}
@@ -177,7 +209,7 @@ class HangTracker(Persistent):
             for rank, stay in _without_excuse(stays if all_wait else busy, classes, now)
             if now - stay.since_s > self._time_out_s(rank, stay, nobody_waits=nobody_waits)
         ]
-        return self._found(suspects, stays, ranks.size) if suspects else {}
+        return self._found(suspects, stays, ranks.size) if suspects else Hangs()
 
     def _time_out_s(self, rank: int, stay: _Stay, *, nobody_waits: bool) -> float:
         position = stay.position
@@ -190,33 +222,26 @@ class HangTracker(Persistent):
             shortest_s, longest_s = _SHORTEST_DATA_S, self._longest_data_s
         return min(max(shortest_s, _FACTOR * longest_s), _PAUSE_S)
 
-    def _found(
-        self, suspects: Collection[int], stays: Mapping[int, _Stay], size: int
-    ) -> dict[int, Hang]:
+    def _found(self, suspects: Sequence[int], stays: Mapping[int, _Stay], size: int) -> Hangs:
         """The hangs of `suspects`. The ranks to be asked for their stacks are the first of these,
         and one that waits for them."""
-        named = len(suspects) == 1 or 2 * len(suspects) <= size
-        others = {rank: stay for rank, stay in stays.items() if rank not in suspects}
-        waiting = [rank for rank, stay in sorted(others.items()) if stay.position.waiting][:1]
-        asked = [*sorted(suspects)[:_MOST_STACKS], *waiting]
+        by_rank = {
+            rank: Hang(stay.position, stay.since_s, stay.stack, stay.collective)
+            for rank, stay in ((rank, stays[rank]) for rank in suspects)
+        }
+        others = {rank: stay for rank, stay in stays.items() if rank not in by_rank}
+        waiting = min((r for r, stay in others.items() if stay.position.waiting), default=None)
+        asked = [*sorted(suspects)[:_MOST_STACKS], *([] if waiting is None else [waiting])]
         self._asked = tuple(rank for rank in asked if not stays[rank].stack)
         places = [stay.position for stay in others.values()]
-        return {
-            rank: Hang(
-                position=stays[rank].position,
-                since_s=stays[rank].since_s,
-                suspects=tuple(suspects),
-                named=named,
-                others=_others(places, stays[rank].position.step),
-                stack=stays[rank].stack,
-                collectives=tuple(
-                    f"flight recorder of rank {each}: {stays[each].collective}"
-                    for each in (rank, *waiting)
-                    if stays[each].collective
-                ),
-            )
-            for rank in suspects
-        }
+        steps = {hang.position.step for hang in by_rank.values()}
+        told = "" if waiting is None else stays[waiting].collective
+        return Hangs(
+            by_rank=by_rank,
+            named=len(suspects) == 1 or 2 * len(suspects) <= size,
+            others={step: _others(places, step) for step in steps},
+            waiting=(waiting, told) if waiting is not None and told else None,
+        )
 
     def asked_stacks(self) -> tuple[int, ...]:
         """Ranks whose stacks are asked for: few of those that hang, and one that waits for them."""
@@ -232,7 +257,10 @@ def _without_excuse(
     fewest: dict[int, int] = {}
     for kind, stay in rear:
         fewest[kind] = min(fewest.get(kind, stay.position.passes), stay.position.passes)
-    idle = [(kind, stay.position.passes) for kind, stay in rear if stay.is_idle]
+    idle: dict[int, int] = {}
+    for kind, stay in rear:
+        if stay.is_idle:
+            idle[kind] = min(idle.get(kind, stay.position.passes), stay.position.passes)
     found = []
     for rank, stay in stays.items():
         position, kind = stay.position, classes[rank]
@@ -242,7 +270,9 @@ def _without_excuse(
             or position.passes > fewest[kind]
             or (
                 not stay.is_idle
-                and any(other != kind or passes <= position.passes for other, passes in idle)
+                and any(
+                    other != kind or passes <= position.passes for other, passes in idle.items()
+                )
             )
         )
         stay.is_suspect = position.op is not None and not is_excused

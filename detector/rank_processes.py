@@ -8,7 +8,7 @@ from dataclasses import replace
 from resihp.contracts import Heartbeat, Status, Verdict
 
 from .evidence.status import FAIL_STOP, StatusTable
-from .hangs import Hang, HangTracker
+from .hangs import HangTracker, Hangs
 from .heartbeat import HeartbeatTracker
 from .persistence import Persistent
 from .rank_table import RankTable
@@ -24,13 +24,13 @@ class RankProcesses(Persistent):
     _saved = ("sensors", "_newest", "_failed", "_heartbeats", "_hangs", "_hanging", "_now")
     _newest: dict[int, tuple[str, int]]
     _failed: dict[int, str]
-    _hanging: dict[int, Hang]
+    _hanging: Hangs
 
     def __init__(self, places: RankTable) -> None:
         self.sensors = Sensors(places)
         self._newest, self._failed = {}, {}
         self._heartbeats, self._hangs = HeartbeatTracker(), HangTracker()
-        self._hanging = {}
+        self._hanging = Hangs()
         self._now = 0.0
 
     def is_newest(self, rank: int, heartbeat: Heartbeat) -> bool:
@@ -122,41 +122,34 @@ class RankProcesses(Persistent):
         """
         before, self._now = self._hanging, now
         if (table.status == FAIL_STOP).any():
-            self._hanging = {}
+            self._hanging = Hangs()
         elif not self._heartbeats.any_quiet(now):
             self._hanging = self._hangs.hangs(now, places)
-        ranks = before.keys() | self._hanging.keys()
-        return {r for r in ranks if _naming(before.get(r)) != _naming(self._hanging.get(r))}
+        ranks = before.by_rank.keys() | self._hanging.by_rank.keys()
+        return {rank for rank in ranks if before.naming(rank) != self._hanging.naming(rank)}
 
     @property
     def hanging(self) -> list[int]:
         """Ranks that hang, in order."""
-        return sorted(self._hanging)
+        return sorted(self._hanging.by_rank)
 
     def asked_stacks(self) -> tuple[int, ...]:
         """A few of the ranks that hang, and one that waits for them, whose stacks are not known."""
-        return self._hangs.asked_stacks() if self._hanging else ()
+        return self._hangs.asked_stacks() if self._hanging.by_rank else ()
 
     def with_hang(self, verdict: Verdict) -> Verdict:
         """A verdict, with the hang of the rank's training thread if it hangs: its process has not
         failed."""
-        hang = self._hanging.get(verdict.rank)
+        hanging, hang = self._hanging, self._hanging.by_rank.get(verdict.rank)
         if hang is None:
             return verdict
-        evidence = (*hang.evidence(self._now), *verdict.evidence)
+        evidence = (*hanging.evidence(verdict.rank, self._now), *verdict.evidence)
         if verdict.status in (Status.FAIL_STOP, Status.FAIL_SLOW):
             return replace(verdict, evidence=evidence)
         return replace(
             verdict,
-            status=Status.SUSPECT if hang.named else Status.INCONCLUSIVE,
+            status=Status.SUSPECT if hanging.named else Status.INCONCLUSIVE,
             since_step=hang.position.step,
-            confidence=_HANG_CONFIDENCE if hang.named else 0.5,
+            confidence=_HANG_CONFIDENCE if hanging.named else 0.5,
             evidence=evidence,
         )
-
-
-def _naming(hang: Hang | None) -> tuple[object, ...] | None:
-    """The part of a hang whose change is worth a new verdict."""
-    if hang is None:
-        return None
-    return hang.named, replace(hang.position, for_s=0.0), hang.stack, hang.collectives

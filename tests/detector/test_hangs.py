@@ -320,3 +320,21 @@ def test_a_hang_is_kept_when_the_detector_is_saved() -> None:
     run.changed.clear()
     run.stay({rank: at(step=10) for rank in range(4)}, 1)
     assert [(verdict.rank, verdict.status) for verdict in run.changed] == [(1, Status.HEALTHY)]
+
+
+@pytest.mark.parametrize("are_named", [True, False])
+def test_the_saved_hang_of_a_large_job_holds_each_rank_once(are_named: bool) -> None:
+    size = 1_200
+    layout = Layout.grid(dp=size, pp=1, tp=1, layers=4)
+    run = Run(Job(name="job", layout=layout, microbatches=size))
+    run.stay(dict.fromkeys(range(size), TrainingPosition(step=0)), 3)
+    stuck = size // 2 if are_named else size
+    places = {**dict.fromkeys(range(size), WAITING), **dict.fromkeys(range(stuck), HUNG)}
+    run.stay(places, 5)
+    before = len(run.detector.save())
+    run.stay(places, 10, every=5)
+    assert len(run.named()) == stuck
+    assert len(run.detector.save()) - before < 400 * stuck
+    told = run.detector.verdicts()
+    assert told[0].evidence[1].startswith("one of ranks 0, 1") is are_named
+    assert Detector.restore(run.detector.job, run.detector.save()).verdicts() == told
