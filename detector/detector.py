@@ -47,6 +47,9 @@ _ORDINARY_DOUBT = 0.01
 """Probability of slowness below which a healthy rank is one like all others."""
 _LONE_PROBES = (ProbeKind.GEMM, ProbeKind.MEMORY)
 """Probes that a rank runs alone."""
+_COUNTERS = ("older_plan", "ahead", "late", "astray", "restarts", "unknown_ranks")
+"""Records of older and of newer plans, of steps that were closed before and of steps too far ahead
+of all others; restarts; heartbeats of unknown ranks."""
 _SILENCE = "its heartbeats have stopped"
 _ENDED = "its process ended with "
 
@@ -82,7 +85,7 @@ class Detector(Persistent):
         self.job = job
         self.settings = settings or DetectorSettings()
         self.plan_version = 0
-        self.counters = {"older_plan": 0, "ahead": 0, "restarts": 0, "unknown_ranks": 0}
+        self.counters = dict.fromkeys(_COUNTERS, 0)
         correction = LearnedCorrection(self.settings, predictor)
         self._layout_state = LayoutState(job, self.settings, correction)
         self._processes = RankProcesses(self._layout_state.places)
@@ -136,7 +139,11 @@ class Detector(Persistent):
         return [changed[rank] for rank in sorted(changed)]
 
     def _take(self, batch: TelemetryBatch) -> None:
-        self._judge(self._layout_state.assembler.add(batch))
+        assembler = self._layout_state.assembler
+        steps = assembler.add(batch)
+        self.counters["late"] += assembler.progress.late
+        self.counters["astray"] += assembler.progress.astray
+        self._judge(steps)
 
     def _judge(self, steps: Iterable[TelemetryBatch]) -> None:
         for step in steps:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from resihp.contracts import Heartbeat, Status, Verdict
 
 from .evidence.status import FAIL_STOP, StatusTable
-from .hangs import HangTracker, Hangs
+from .hangs import Hangs, HangTracker
 from .heartbeat import HeartbeatTracker
 from .persistence import Persistent
 from .rank_table import RankTable

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +29,7 @@ _LAG_STEPS = 3
 records."""
 _REACH_STEPS = 100_000
 """Steps from the newest one beyond which a record is an error, or the job has moved there."""
+_ANY_STEP = (1 << 63) - 1
 _MOST_OPEN = 256
 """Open steps beyond which the oldest one is closed."""
 _LEAST_BEHIND = 64
@@ -50,19 +52,22 @@ class StepProgress(Persistent):
     for messages overtake each other. Without `expected` every record counts, and a rank is done
     once it has sent one of a later step. A step is whole when all ranks that still report are
     done with it. It is closed incomplete when some rank is ahead by `_LAG_STEPS` steps and as
-    many messages. Numbers of steps may have gaps; but once a whole step has come after a later one,
-    a step waits as long for those between it and the last. The caller passes each message to
-    `admit`, then the records of each step to `count`, and takes the steps that `close` returns at
-    the end, and before while it `is_full`: a message of thousands of steps opens few of them at a
-    time.
+    many messages, unless most of the ranks that still send are in earlier steps: one whose numbers
+    of steps are off does not decide for them. Numbers of steps may have gaps; but once a whole step
+    has come after a later one, a step waits as long for those between it and the last. The caller
+    passes each message to `admit`, then the records of each step to `count`, and takes the steps
+    that `close` returns at the end, and before while it `is_full`: a message of thousands of steps
+    opens few of them at a time.
 
     ranks     ranks of the layout, sorted
     expected  records of each rank and step; None where it is not known
+    late      records of the last message whose steps were closed before
+    astray    records of the last message that are too far ahead of all other steps
     """
 
     _saved = (
         "silent", "_habit", "_habit_known", "_open", "_closed", "_gap", "_fills", "_messages",
-        "_newest", "_back", "_back_at", "_behind",
+        "_heard_at", "_newest", "_back", "_back_at", "_behind",
     )  # fmt: skip
     _open: dict[int, _OpenStep]
     _behind: deque[TelemetryBatch]
@@ -76,6 +81,8 @@ class StepProgress(Persistent):
         self._open = {}
         self._closed, self._gap, self._fills = -1, 0, False
         self._messages = np.zeros(size, np.int64)
+        self._heard_at = np.full(size, -1, np.int64)  # most messages of any rank by then
+        self.late = self.astray = 0
         self._newest = np.full(size, -1, np.int64)
         self._back = np.zeros(size, bool)
         self._back_at = np.full(size, -1, np.int64)
@@ -100,14 +107,40 @@ class StepProgress(Persistent):
         index, newest = self.index(batch.rank), self.newest
         usable = index >= 0
         self._track_restart(batch, index, usable)
-        self.silent[index[usable]] = 0  # also where it is late: else it stays late for ever
-        behind = self._closed - batch.step[usable]
-        self._fills |= bool(((behind > 0) & (behind < self._gap)).any())
-        usable &= batch.step > self._closed
-        if newest >= 0:
-            usable &= batch.step <= newest + _REACH_STEPS
-        self._messages[np.unique(index[usable])] += 1
+        behind = self._closed - batch.step
+        # Also where they are late, or a rank that was late once would stay so for ever; but not
+        # where they are so far away that no step can wait for them.
+        near = usable & (np.abs(behind) <= self._reach(batch.step[usable]))
+        self.silent[index[near]] = 0
+        self._fills |= bool((usable & (behind > 0) & (behind < self._gap)).any())
+        in_time = usable & (behind < 0)
+        self.late = int(np.count_nonzero(usable & ~in_time))
+        usable = in_time & (batch.step <= self._last_admitted(newest))
+        self.astray = int(np.count_nonzero(in_time & ~usable))
+        senders = np.unique(index[usable])
+        self._messages[senders] += 1
+        self._heard_at[senders] = self._messages.max()
         return batch if usable.all() else batch.select(usable)
+
+    def _reach(self, steps: Ints) -> int:
+        """Largest distance from the last closed step at which records of a message may still be in
+        time, or the next ones of these ranks may: messages may be late by a few, and hold several
+        steps each."""
+        return _LAG_STEPS * max(self._gap, int(np.ptp(steps)) + 1 if steps.size else 1)
+
+    def _last_admitted(self, newest: int) -> int:
+        """Last step whose records are admitted, where `newest` was the newest one before. Ranks far
+        ahead of most others open only half as many steps as there may be."""
+        middle = len(self._open) // 2
+        if middle >= _MOST_OPEN // 4 and self._is_ahead(sorted(self._open)[middle]):
+            return max(self._open)
+        return newest + _REACH_STEPS if newest >= 0 else _ANY_STEP
+
+    def _is_ahead(self, step: int) -> bool:
+        """True if most ranks that have sent since an open step was opened are in earlier ones."""
+        sending = self._heard_at >= self._open[step].opened_at
+        behind = np.count_nonzero(sending & (self._newest < step))
+        return bool(2 * behind > np.count_nonzero(sending))
 
     def _track_restart(self, batch: TelemetryBatch, index: Ints, usable: Bools) -> None:
         """Finds ranks that continue from an earlier step than messages overtake each other by, or
@@ -159,8 +192,9 @@ class StepProgress(Persistent):
             done = self._newest > step if self._expected is None else opened.counts >= self._habit
             whole = done[waited & (self.silent < SILENT_STEPS)].all() and opened.counts.any()
             whole &= not self._fills or step == self._closed + 1
-            if len(self._open) > _LAG_STEPS:
-                late |= int(self._messages.max()) - opened.opened_at >= _LAG_STEPS
+            if int(self._messages.max()) - opened.opened_at >= _LAG_STEPS:
+                later = nsmallest(_LAG_STEPS + 1, self._open)[_LAG_STEPS:]
+                late |= bool(later) and not self._is_ahead(later[0])
             if not (whole or late):
                 return
             del self._open[step]

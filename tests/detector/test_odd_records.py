@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from detector import Detector
+from detector import Detector, DetectorSettings
 from detector.expectation.cross_stage import CrossStageModel
 from detector.rank_table import RankTable
 from detector.step_assembler import numbered
@@ -206,3 +206,59 @@ def test_steps_with_gaps_are_not_waited_for_once_nothing_overtakes() -> None:
 def steps_after(detector: Detector, batch: TelemetryBatch) -> int:
     detector.update(batch)
     return detector.diagnosis().steps
+
+
+OFF = 5
+
+
+def by_rank(batch: TelemetryBatch, off: int) -> list[TelemetryBatch]:
+    """One message of each rank; the numbers of steps of one rank are off."""
+    messages = [batch.select(batch.rank == rank) for rank in range(8)]
+    messages[OFF] = replace(messages[OFF], step=messages[OFF].step + off)
+    return messages
+
+
+@pytest.mark.parametrize("from_step", [0, 6])
+@pytest.mark.parametrize("off", [-5_000, -300, 300, 5_000, 90_000, 200_000])
+def test_a_rank_whose_steps_are_off_is_inconclusive_and_hides_no_other(
+    off: int, from_step: int
+) -> None:
+    """As of a process that was replaced and counts from 0, or counts something else."""
+    detector, named = Detector(JOB), set()
+    faults = [Fault(rank=SLOW, factor=1.2, from_step=5_016)]
+    for at, batch in enumerate(
+        steps_of(JOB, LENGTHS, steps=30, seed=3, faults=faults, first_step=5_000)
+    ):
+        for message in by_rank(batch, off if at >= from_step else 0):
+            named |= names(detector.update(message))
+    status = {verdict.rank: verdict.status for verdict in detector.verdicts()}
+    assert named == {SLOW}
+    assert status.pop(SLOW) is Status.FAIL_SLOW
+    assert status.pop(OFF) is Status.INCONCLUSIVE
+    assert Status.INCONCLUSIVE not in status.values()
+    assert (detector.counters["late"] > 0) is (off < 0)
+    assert detector.diagnosis().steps >= 28
+
+
+@pytest.mark.parametrize("off", [10, 300])
+def test_steps_far_ahead_of_most_ranks_stay_few(off: int) -> None:
+    """Of a rank that is ahead of the others by as many steps all the time."""
+    detector, sizes = Detector(JOB, settings=DetectorSettings(train=False)), list[int]()
+    (batch,) = steps_of(JOB, LENGTHS, steps=1, seed=3)
+    for at in range(700):
+        for message in by_rank(replace(batch, step=batch.step + at), off):
+            detector.update(message)
+        sizes.append(len(detector.save()) if at % 100 == 99 else 0)
+    assert max(sizes) < 1.1 * sizes[199]
+    assert detector.verdicts()[0].step >= 695
+
+
+def test_more_than_half_of_the_ranks_may_fall_silent_in_the_middle_of_a_step() -> None:
+    detector = Detector(JOB)
+    for batch in stream(with_lengths=True, steps=24):
+        gone = (batch.rank >= 3) & ((batch.step > 8) | ((batch.step == 8) & (batch.microbatch > 1)))
+        for message in by_rank(batch.select(~gone), 0):
+            detector.update(message)
+    status = [verdict.status for verdict in detector.verdicts()]
+    assert status == [Status.HEALTHY] * 3 + [Status.INCONCLUSIVE] * 5
+    assert detector.verdicts()[0].step == 23
