@@ -38,8 +38,10 @@ class UnlikeWork(Persistent):
     def __init__(self, classes: Ints) -> None:
         size = classes.size
         self._classes = classes
+        peers = np.bincount(classes)[classes]
+        self._alone = peers == 1
         # A mean of few ranks follows each of them.
-        self._apart = np.sqrt(1.0 - 1.0 / np.bincount(classes)[classes])
+        self._apart = np.sqrt(1.0 - 1.0 / peers)
         self._recent, self._past = np.zeros((2, 2, size))
         self._before = np.full((2, size), np.nan)
         self._scatter = np.zeros(2)
@@ -55,8 +57,9 @@ class UnlikeWork(Persistent):
         self._follow(self._recent, work, seen, _RECENT)
         wide = _WITHIN * self._scatter[:, None]
         narrow = wide / np.sqrt(np.clip(self._count, 1.0, _RECENT))
-        centre, apart = self._middle(seen), self._apart
-        from_peers = _error(work - centre, apart * wide, self._recent - centre, apart * narrow)
+        centre = self._middle(seen)
+        from_peers = _error(work - centre, wide, self._recent - centre, self._apart * narrow)
+        from_peers[self._alone] = 0.0
         from_past = _error(work - self._past, wide, self._recent - self._past, narrow)
         other = seen & (from_past > _FAR)
         self._outside = np.where(other, self._outside + 1.0, np.where(seen, 0.0, self._outside))

@@ -68,7 +68,9 @@ def history(
 
 @pytest.mark.parametrize("factor", [1.1, 2.0])
 @pytest.mark.parametrize(("pattern", "within"), [("x.", 9), ("x..", 16), ("xx.", 4), ("x...", 21)])
-@pytest.mark.parametrize(("shape", "with_lengths"), [((8, 2, 1), True), ((2, 4, 1), False)])
+@pytest.mark.parametrize(
+    ("shape", "with_lengths"), [((8, 2, 1), True), ((1, 8, 1), True), ((2, 4, 1), False)]
+)
 def test_a_device_slow_by_turns_is_named_once(
     shape: Shape, with_lengths: bool, pattern: str, within: int, factor: float
 ) -> None:
