@@ -33,8 +33,7 @@ def _usual_pass_ms(step: TelemetryBatch) -> float:
 class LinkTest(Persistent):
     """Finds pairs of ranks whose transfers take longer than others between the same stages.
 
-    The links are those with point-to-point records so far; a link that appears later restarts the
-    comparison.
+    The links are those with point-to-point records so far; one that appears later joins them.
     """
 
     _saved = ("_keys", "_test")
@@ -42,7 +41,6 @@ class LinkTest(Persistent):
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         self._places, self._settings = places, settings
         self._keys = np.empty(0, np.int64)
-        self._classes = np.empty(0, np.int64)
         self._test: LevelTest | None = None
 
     def observe(self, step: TelemetryBatch, index: Ints, number: int) -> None:
@@ -58,10 +56,18 @@ class LinkTest(Persistent):
         found = np.unique(keys)
         test = self._test
         if test is None or not np.isin(found, self._keys).all():
-            test = self._begin(np.union1d(self._keys, found))
+            test = self._grown(np.union1d(self._keys, found))
         at = np.searchsorted(self._keys, keys)
         value = group_median(np.log(times), at, self._keys.size)
         test.compare(number, value)
+
+    def _grown(self, keys: Ints) -> LevelTest:
+        """The test with further links."""
+        older, before = self._test, self._keys
+        test = self._begin(keys)
+        if older is not None:
+            test.continue_from(older, np.searchsorted(keys, before))
+        return test
 
     def _begin(self, keys: Ints) -> LevelTest:
         self._keys = keys
@@ -69,8 +75,8 @@ class LinkTest(Persistent):
         own, peer = keys >> 32, keys & 0xFFFF_FFFF
         kind = np.stack([places.peers[own], places.peers[peer]], axis=1)
         _, classes = np.unique(kind, axis=0, return_inverse=True)
-        self._classes = classes.reshape(-1).astype(np.int64)
-        self._test = LevelTest(self._classes, self._settings, least=1.15, error=0.02)
+        classes = classes.reshape(-1).astype(np.int64)
+        self._test = LevelTest(classes, self._settings, least=1.15, error=0.02)
         return self._test
 
     def verdicts(self) -> list[LinkVerdict]:
@@ -187,13 +193,16 @@ _LEAST_DATA_MS = 1.0
 
 
 class HostTest(Persistent):
-    """Finds ranks whose hosts spend longer on data loading than those of their peers."""
+    """Finds ranks whose hosts spend longer on data loading than those of their peers: of the same
+    layers and the same position in their group, for some of either load more than others."""
 
     _saved = ("test",)
 
     def __init__(self, places: RankTable, settings: DetectorSettings) -> None:
         self._places = places
-        self.test = LevelTest(np.zeros(places.size, np.int64), settings, least=1.5, error=0.1)
+        alike = np.stack([places.peers, places.slot])
+        classes = np.unique(alike, axis=1, return_inverse=True)[1].reshape(-1)
+        self.test = LevelTest(classes, settings, least=1.5, error=0.1)
 
     def observe(self, step: TelemetryBatch, index: Ints, number: int) -> Bools:
         """Takes all records of a step; returns the ranks whose host is slow."""

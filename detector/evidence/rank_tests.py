@@ -291,6 +291,20 @@ class RankTests(Persistent):
         known = np.where(self.past > 0, self.mean, -np.inf)
         return np.where(self._majority, np.minimum(self.mean, most), known)
 
+    def continue_from(self, older: RankTests, old: Ints, new: Ints) -> None:
+        """Takes over what is known of some ranks, which have other positions here; all others begin
+        with the next step."""
+        self.steps, self.count, size = older.steps, older.count, self.past.size
+        for name, empty in (("window", np.nan), ("falls", np.nan), ("unlike", False)):
+            column = getattr(older, name)
+            grown = np.full((len(column), size), empty, column.dtype)
+            grown[:, new] = column[:, old]
+            setattr(self, name, grown)
+        for name in ("mean", "past", "noise", "first"):
+            getattr(self, name)[..., new] = getattr(older, name)[..., old]
+        self.peer_test.continue_from(older.peer_test, old, new)
+        self.past_test.continue_from(older.past_test, old, new)
+
     def unsettled(self) -> Bools:
         """Ranks with neither enough peers nor a baseline."""
         return ~self._majority & (self.past < _SETTLED)
@@ -349,6 +363,15 @@ class LevelTest(Persistent):
         self.since = np.full(count, -1, np.int64)
         self.scale = np.full(count, error)
         self.level, self.evidence = np.full(count, np.nan), np.full(count, -np.inf)
+
+    def continue_from(self, older: LevelTest, new: Ints) -> None:
+        """Takes over the series of an older test, which are at the positions `new` here; but not
+        those that were compared with their past and now are with others."""
+        old = np.flatnonzero(older._compared == self._compared[new])
+        new = new[old]
+        self.tests.continue_from(older.tests, old, new)
+        for name in ("slow", "factor", "since", "scale", "level", "evidence"):
+            getattr(self, name)[new] = getattr(older, name)[old]
 
     def compare(self, step: int, value: Floats) -> Bools:
         """Takes logs of one step that say nothing but by their distance from those of their class;

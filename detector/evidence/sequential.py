@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Bools, Floats
+from ..arrays import Bools, Floats, Ints
 from ..persistence import Persistent
 
 GRID = np.log(np.array([1.01, 1.02, 1.03, 1.045, 1.07, 1.1, 1.15, 1.22, 1.35, 1.6, 2.2, 4.0]))
@@ -55,6 +55,10 @@ class EDetector(Persistent):
     def add(self, rank: int, gain: float, ceiling: float) -> None:
         """Adds evidence from a probe (a log-likelihood ratio) on one rank."""
         self.log_sums[:, rank] = np.minimum(self.log_sums[:, rank] + gain, ceiling)
+
+    def continue_from(self, older: EDetector, old: Ints, new: Ints) -> None:
+        """Takes over the evidence on some ranks, at other positions."""
+        self.log_sums[:, new] = older.log_sums[:, old]
 
     def reset(self, ranks: Bools) -> None:
         """Resets the evidence of some ranks."""

@@ -124,3 +124,22 @@ def test_three_hosts_that_load_data_alike_are_not_slow(ranks: int) -> None:
         )
         detector.update(TelemetryBatch.concat([batch, data]))
     assert all(verdict.evidence == () for verdict in detector.verdicts())
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_a_link_that_appears_late_changes_no_verdict_on_others(dp: int) -> None:
+    job = job_of(dp, 3, 1)
+    stages = job.layout.replicas[0].stages
+    slow = SlowLink(ranks=(stages[0].ranks[0], stages[1].ranks[0]), factor=2.0, from_step=12)
+    late = stages[1].ranks[0], stages[2].ranks[0]
+    detector, named = Detector(job, settings=SETTINGS), dict[int, list[tuple[int, ...]]]()
+    for batch in steps(job, slow, 26):
+        step = int(batch.step[0])
+        hidden = np.isin(batch.rank, late) & np.isin(batch.peer, late) & (step < 20)
+        detector.update(batch.select(~hidden))
+        named[step] = [v.ends for v in detector.links() if v.status is Status.FAIL_SLOW]
+    assert {step for step, ends in named.items() if ends == [slow.ranks]} >= set(range(16, 26))
+    assert detector.links()[0].since_step == 12
+    restored = Detector.restore(job, detector.save(), settings=SETTINGS)
+    assert restored.links() == detector.links()
+    assert restored.link_counts() == detector.link_counts()
