@@ -30,14 +30,19 @@ from .step_time import StepTimeModel
 from .transfers import TransferTimes
 from .verdict_text import REPLICA, SILENT, Annotations
 
+_FEW_KNOWN, _MANY_KNOWN = 0.4, 0.6
+"""Shares of records with lengths below which they are no longer used, and above which they are."""
+_OTHER_STEPS = 3
+"""Steps running with such a share before the way of comparison changes."""
+
 
 class LayoutState(Persistent):
     """Step assembly, expectation, tests and statuses of the ranks of one layout."""
 
     _saved = (
-        "assembler", "model", "cross_stage", "_by_lengths", "correlated", "replicas", "hosts",
-        "transfers", "links", "tensor_groups", "data_groups", "tests", "passes", "status_table",
-        "annotations", "step_times", "last_step",
+        "assembler", "model", "cross_stage", "_by_lengths", "_other_steps", "correlated",
+        "replicas", "hosts", "transfers", "links", "tensor_groups", "data_groups", "tests",
+        "passes", "status_table", "annotations", "step_times", "last_step",
     )  # fmt: skip
 
     def __init__(self, job: Job, settings: DetectorSettings, correction: LearnedCorrection) -> None:
@@ -57,6 +62,7 @@ class LayoutState(Persistent):
         self.tensor_groups = CollectiveTest(self.places, settings, within_microbatches=True)
         self.data_groups = CollectiveTest(self.places, settings, within_microbatches=False)
         self._by_lengths: bool | None = None
+        self._other_steps = 0
         self.status_table = StatusTable(self.places.size, settings)
         self.annotations = Annotations(self.places, self.status_table)
         self.step_times = StepTimeModel(job, self.places)
@@ -86,6 +92,8 @@ class LayoutState(Persistent):
         table, annotations = self.status_table, self.annotations
         self._revive_working(index)
         known = self._with_known_work(records)
+        if not len(known):
+            return
         model = self.model if self._by_lengths else self.cross_stage
         residual = model.residuals(known, self.places.index(known.rank), table.trusted())
         if not self._by_lengths and self.cross_stage.misfits:
@@ -131,13 +139,20 @@ class LayoutState(Persistent):
         self.step_times.expect(records, np.where(predicted, expected_ms, own_ms), slowdowns)
 
     def _with_known_work(self, records: TelemetryBatch) -> TelemetryBatch:
-        """The records with lengths, if most have them; else all, without regard to lengths."""
+        """The records with lengths, if most have them; else all, without regard to lengths.
+
+        Most of the first step decide; later, few or many in several steps running.
+        """
         known = knows_lengths(records)
-        by_lengths = 2 * int(np.count_nonzero(known)) > len(records)
-        if self._by_lengths is not None and by_lengths != self._by_lengths:
+        share = float(np.count_nonzero(known) / len(records))
+        if self._by_lengths is None:
+            self._by_lengths = share > 0.5
+        other = share < _FEW_KNOWN if self._by_lengths else share > _MANY_KNOWN
+        self._other_steps = self._other_steps + 1 if other else 0
+        if self._other_steps >= _OTHER_STEPS:
+            self._by_lengths, self._other_steps = not self._by_lengths, 0
             self._restart_tests()
-        self._by_lengths = by_lengths
-        return records.select(known) if by_lengths and not known.all() else records
+        return records.select(known) if self._by_lengths and not known.all() else records
 
     def _discard_maps(self) -> None:
         """The maps between stages no longer fit. One such step is skipped; after two running, the
@@ -145,12 +160,13 @@ class LayoutState(Persistent):
         if self.cross_stage.misfits > 1:
             self.cross_stage = CrossStageModel(self._job, self.places)
             self._restart_tests()
-            self.status_table.carried |= self.status_table.status == FAIL_SLOW
 
     def _restart_tests(self) -> None:
+        """Begins all tests anew; named ranks are measured again."""
         self.tests = RankTests(self.places.peers, self._settings)
         self.passes = PassTests(self.places.peers, self._settings)
         self.replicas = ReplicaTest(self.places, self._settings)
+        self.status_table.carried |= self.status_table.status == FAIL_SLOW
 
     def _able(self) -> Bools:
         """Ranks with enough others to compare with to be named: by lengths, all of them; else
@@ -242,6 +258,10 @@ class LayoutState(Persistent):
         # A processor slowed by heat shows in GEMM, a memory fault in bandwidth, so that a clean
         # probe of one kind counts only half against the suspicion.
         self.tests.add(at, gain if gain > 0 else 0.5 * gain)
+
+    def begin_at(self, step: int) -> None:
+        """Takes that the job goes on from an earlier step: what was known before it is no later."""
+        np.minimum(self.status_table.since, step, out=self.status_table.since)
 
     def _position(self, rank: int) -> int:
         return int(self.places.index(np.array([rank]))[0])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from detector import Detector, DetectorSettings
+from detector.rank_table import RankTable
 from resihp.contracts import Job, Layout, ModelShape, Op, Status, TelemetryBatch
 from resihp.testing.scenarios import Fault, Noise, steps_of
 
@@ -236,3 +237,58 @@ def test_a_slow_member_does_not_get_the_opposite_group_named(
     ):
         named |= {v.rank for v in detector.update(batch) if v.status is Status.FAIL_SLOW}
     assert named == {slow}
+
+
+@pytest.mark.parametrize("slow", [None, 5, 10])
+def test_hosts_that_load_more_than_those_of_other_stages_are_not_slow(slow: int | None) -> None:
+    """The first of three stages loads the tokens, the others next to nothing."""
+    job = job_of(4, 3, 1)
+    detector, places = Detector(job), RankTable.of(job.layout)
+    usual_ms = np.where(places.pp == 0, 100.0, 20.0)
+    for batch in steps_of(job, LENGTHS, steps=24, seed=1):
+        late = np.where((places.ranks == slow) & (batch.step[0] >= 12), 5.0, 1.0)
+        data = TelemetryBatch(
+            rank=places.ranks,
+            step=np.full(12, batch.step[0]),
+            microbatch=np.full(12, -1),
+            op=np.full(12, int(Op.DATA)),
+            compute_ms=usual_ms * late,
+        )
+        detector.update(TelemetryBatch.concat([batch, data]))
+    told = [v.rank for v in detector.verdicts() if "host" in " ".join(v.evidence)]
+    assert told == ([] if slow is None else [slow])
+
+
+@pytest.mark.parametrize("known", [0.4, 0.5, 0.6])
+def test_a_device_is_named_where_half_of_the_records_have_lengths(known: float) -> None:
+    """A few more or less of them in a step do not throw away what was learned."""
+    job, rng = job_of(4, 4, 1), np.random.default_rng(0)
+    fault = Fault(rank=5, factor=1.06, from_step=14)
+    detector, named = Detector(job), set()
+    for batch in steps_of(job, LENGTHS, steps=30, seed=2, faults=[fault]):
+        has = rng.random(len(batch)) < known + (0.1 if batch.step[0] % 2 else -0.1)
+        columns = ("tokens", "sequences", "sum_sq_len", "max_len")
+        partly = {name: np.where(has, getattr(batch, name), -1) for name in columns}
+        named |= {
+            v.rank
+            for v in detector.update(replace(batch, **partly))
+            if v.status is Status.FAIL_SLOW
+        }
+    assert named == {5}
+    assert detector.verdicts()[5].status is Status.FAIL_SLOW
+
+
+def test_a_name_outlasts_the_loss_of_the_lengths() -> None:
+    job, found = job_of(4, 4, 1), list[Status]()
+    fault = Fault(rank=5, factor=1.06, from_step=10)
+    detector = Detector(job)
+    for first, with_lengths in ((0, True), (20, False), (36, True)):
+        for batch in steps_of(
+            job, LENGTHS, steps=16 if first else 20, seed=2, first_step=first,
+            faults=[fault], with_lengths=with_lengths,
+        ):  # fmt: skip
+            detector.update(batch)
+            found.append(detector.verdicts()[5].status)
+    assert set(found[16:]) == {Status.FAIL_SLOW}
+    others = {v.status for v in detector.verdicts() if v.rank != 5}
+    assert others == {Status.HEALTHY}

@@ -69,3 +69,16 @@ def test_a_restart_survives_saving_half_way() -> None:
         detector.update(message)
     assert detector.counters["restarts"] == 1
     assert detector.verdicts()[0].step == 7
+
+
+def test_a_name_is_no_younger_than_the_step_to_which_the_job_goes_back() -> None:
+    fault, detector = Fault(rank=5, factor=1.3, from_step=18), Detector(JOB)
+    for message in by_rank(steps_of(JOB, LENGTHS, steps=24, seed=1, faults=[fault])):
+        detector.update(message)
+    assert detector.verdicts()[5].since_step == 18
+    fault = Fault(rank=5, factor=1.3, from_step=0)
+    for message in by_rank(steps_of(JOB, LENGTHS, steps=5, seed=2, first_step=10, faults=[fault])):
+        detector.update(message)
+    assert detector.counters["restarts"] == 1
+    named = detector.verdicts()[5]
+    assert (named.status, named.since_step, named.step) == (Status.FAIL_SLOW, 10, 14)
