@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Op, TelemetryBatch
 
-from .arrays import Bools, Ints, positions
+from .arrays import Bools, Ints, appended, positions
 from .persistence import Persistent, State
 from .rank_table import RankTable
 
@@ -32,6 +32,8 @@ _REACH_STEPS = 100_000
 _ANY_STEP = (1 << 63) - 1
 _MOST_OPEN = 256
 """Open steps beyond which the oldest one is closed."""
+_HABIT_STEPS = 8
+"""Closed steps whose numbers of records tell how many are to be waited for."""
 _LEAST_BEHIND = 64
 """Messages of earlier steps that are kept, at least, to begin with after a restart."""
 
@@ -48,7 +50,8 @@ class StepProgress(Persistent):
     """Tracks which steps of a job are whole, by the records of each rank; arrays over ranks.
 
     A rank is done with a step once it has sent `expected` records of it (or, from the second step
-    on, as many as it usually sends, if these are fewer); a record of a later step proves nothing,
+    on, as many as it sent of any of the last `_HABIT_STEPS` steps, if these are fewer; its most of
+    all steps, while further ones come late); a record of a later step proves nothing,
     for messages overtake each other. Without `expected` every record counts, and a rank is done
     once it has sent one of a later step. A step is whole when all ranks that still report are
     done with it. It is closed incomplete when some rank is ahead by `_LAG_STEPS` steps and as
@@ -66,7 +69,7 @@ class StepProgress(Persistent):
     """
 
     _saved = (
-        "silent", "_habit", "_habit_known", "_open", "_closed", "_gap", "_fills", "_messages",
+        "silent", "_habit", "_counts", "_most", "_open", "_closed", "_gap", "_fills", "_messages",
         "_heard_at", "_newest", "_back", "_back_at", "_behind",
     )  # fmt: skip
     _open: dict[int, _OpenStep]
@@ -76,7 +79,8 @@ class StepProgress(Persistent):
         size = ranks.size
         self.ranks, self._expected = ranks, expected
         self._habit = np.ones(size, np.int64) if expected is None else expected.copy()
-        self._habit_known = False
+        self._counts = np.empty((0, size), np.int32)  # of the last closed steps
+        self._most = np.zeros(size, np.int64)
         self.silent = np.zeros(size, np.int64)
         self._open = {}
         self._closed, self._gap, self._fills = -1, 0, False
@@ -115,6 +119,7 @@ class StepProgress(Persistent):
         self._fills |= bool((usable & (behind > 0) & (behind < self._gap)).any())
         in_time = usable & (behind < 0)
         self.late = int(np.count_nonzero(usable & ~in_time))
+        self._learn_late(index[near & ~in_time & np.isin(batch.op, COMPUTE)])
         usable = in_time & (batch.step <= self._last_admitted(newest))
         self.astray = int(np.count_nonzero(in_time & ~usable))
         senders = np.unique(index[usable])
@@ -203,11 +208,21 @@ class StepProgress(Persistent):
             self._closed, present = step, opened.counts > 0
             self.silent = np.where(present | (self._habit == 0), 0, self.silent + 1)
             if self._expected is not None and present.any():
-                seen = np.minimum(opened.counts, self._expected)
-                grown = np.maximum(self._habit, seen) if self._habit_known else seen
-                self._habit = np.where(present, grown, self._habit)
-                self._habit_known = True
+                self._learn_habit(np.minimum(opened.counts, self._expected))
             yield step
+
+    def _learn_habit(self, counts: Ints) -> None:
+        """Takes the number of records of each rank in a closed step."""
+        self._counts = appended(self._counts, counts, _HABIT_STEPS)
+        self._most = np.maximum(self._most, counts)
+        usual = self._counts.max(axis=0)
+        self._habit = np.where(usual > 0, usual, self._habit)
+
+    def _learn_late(self, index: Ints) -> None:
+        """Takes that ranks have sent more records of a step than there were when it was closed."""
+        index = index[self._most[index] > 0]
+        if index.size:
+            self._counts[-1, index] = self._habit[index] = self._most[index]
 
 
 def by_step(batch: TelemetryBatch) -> Iterator[tuple[int, TelemetryBatch]]:

@@ -33,6 +33,8 @@ class DenseRecords:
                 [C, D, T, M] loading of one microbatch
     quotas      [D] microbatches per step
     steps       [T] numbers of the steps
+    absent      [D, T, M] microbatches beyond the last one that a replica ran in a step; one without
+                records in it is assumed to have run as many as it usually does
     """
 
     passes: Floats
@@ -45,6 +47,7 @@ class DenseRecords:
     microbatch_data: Floats
     quotas: tuple[int, ...]
     steps: Ints
+    absent: NDArray[np.bool_]
 
     @classmethod
     def of(cls, job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> DenseRecords | None:
@@ -59,8 +62,9 @@ class DenseRecords:
         passes = [
             rows.fill(place, op, "chunk", "dp", "step", "microbatch", add=split) for op in _COMPUTE
         ]
-        known = np.isfinite(passes[0]).any(axis=(0, 2))
-        seen = np.where(known, np.arange(1, count + 1), 0).max(axis=1).tolist()
+        known = np.isfinite(passes).any(axis=(0, 1))
+        ran = np.where(known, np.arange(1, count + 1), 0).max(axis=2)
+        seen = ran.max(axis=1).tolist()
         step = (stages, dp, steps)
         return cls(
             passes=np.stack(passes),
@@ -78,6 +82,7 @@ class DenseRecords:
                 for d, quota in enumerate(seen)
             ),
             steps=rows.steps,
+            absent=(np.arange(count) >= ran[..., None]) & (ran[..., None] > 0),
         )
 
 

@@ -193,7 +193,7 @@ class StepReplay:
             return None
         whole = replace(
             cubes,
-            passes=_complete(cubes.passes),
+            passes=np.where(cubes.absent, 0.0, _complete(cubes.passes)),
             **{name: np.nan_to_num(getattr(cubes, name)) for name in _OTHERS},
         )
         graph = StepGraph.of(job, layout, whole)
@@ -259,10 +259,9 @@ class StepReplay:
     def _ideal(self) -> DenseRecords:
         """Passes and optimizer at their mean, communication at its median, the host at nothing."""
         cubes = self.cubes
-        passes = mean(cubes.passes, axis=(1, 2, 3, 4))
         return replace(
             cubes,
-            passes=np.broadcast_to(passes, cubes.passes.shape),
+            passes=self._equal(np.where(cubes.absent, np.nan, cubes.passes)),
             p2p=_level(cubes.p2p, 0.5),
             collective=_level(cubes.collective, 0.5),
             optimizer=np.full_like(cubes.optimizer, cubes.optimizer.mean()),
@@ -285,8 +284,7 @@ class StepReplay:
             return self.graph.spans_ms(self.cubes)
         best = self._ideal
         if self.step_ms - self._lost_ms[Cause.DEVICE] < self.ideal_ms:
-            passes = mean(self.effects.without([Cause.DEVICE]), axis=(1, 2, 3, 4))
-            best = replace(best, passes=np.broadcast_to(passes, self.cubes.passes.shape))
+            best = replace(best, passes=self._equal(self.effects.without([Cause.DEVICE])))
         return self.graph.spans_ms(best)
 
     @cached_property
@@ -325,6 +323,11 @@ class StepReplay:
 
     def _mean_ms(self, cubes: DenseRecords) -> float:
         return float(self.graph.step_ms(cubes).mean())
+
+    def _equal(self, passes: Floats) -> NDArray[np.float64]:
+        """The mean of these passes in place of each; 0 for those of absent microbatches."""
+        usual = np.broadcast_to(mean(passes, axis=(1, 2, 3, 4)), passes.shape)
+        return np.where(self.cubes.absent, 0.0, usual)
 
     def _passes(self, passes: Floats) -> NDArray[np.float64]:
         """These passes; where none was recorded, as they were filled in."""

@@ -262,3 +262,29 @@ def test_more_than_half_of_the_ranks_may_fall_silent_in_the_middle_of_a_step() -
     status = [verdict.status for verdict in detector.verdicts()]
     assert status == [Status.HEALTHY] * 3 + [Status.INCONCLUSIVE] * 5
     assert detector.verdicts()[0].step == 23
+
+
+def test_a_step_is_not_waited_for_long_after_a_job_has_fewer_microbatches() -> None:
+    """The first steps have four of each replica, all later ones three."""
+    detector, judged_at = Detector(JOB), list[int | None]()
+    for batch in stream(with_lengths=True, steps=32):
+        detector.update(batch.select((batch.microbatch < 3) | (batch.step < 8)))
+        judged_at.append(detector.verdicts()[0].step)
+    assert judged_at[7] == 7
+    assert judged_at[12] == 9
+    assert judged_at[24:] == list(range(24, 32))
+
+
+def test_the_rest_of_a_step_is_waited_for_again_where_it_comes_late() -> None:
+    """For ten steps one rank's second message of a step overtakes none of the next four."""
+    detector, held = Detector(JOB), list[TelemetryBatch]()
+    for batch in stream(with_lengths=True, steps=40):
+        at = int(batch.step[0])
+        rest = (batch.rank == OFF) & (batch.microbatch >= 2)
+        detector.update(batch.select(~rest))
+        held.append(batch.select(rest))
+        while held and (at < 8 or at >= 20 or len(held) > 5):
+            detector.update(held.pop(0))
+    whole = [len(step) for step in detector._recent.batches()]
+    assert whole[:8] == [64] * 8
+    assert whole[-12:] == [64] * 12

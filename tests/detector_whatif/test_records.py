@@ -315,3 +315,18 @@ def test_of_a_slow_host_and_a_slow_device_each_pays_its_part():
     lines = diagnose(job, layout, [batch], both).detail
     assert any("Rank 1" in line and "holds it back" in line for line in lines)
     assert any("Rank 3" in line and "check the device" in line for line in lines)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_microbatches_that_a_replica_did_not_run_in_a_step_count_as_none(pp):
+    """Of 16 a step, the replicas run 12 and 4, 8 and 8, then 4 and 12."""
+    layout = Layout.grid(dp=2, pp=pp, tp=1, layers=4)
+    job = Job(name="made up", layout=layout, microbatches=24)
+    batch = records(job, steps=6, noise=0.0)
+    replica = np.array([place.dp for place in sorted(layout.places(), key=lambda p: p.rank)])
+    own = np.array([[12, 4], [8, 8], [4, 12]])[batch.step % 3, replica[batch.rank]]
+    fewer = batch.select(batch.microbatch < own)
+    costs = costs_of(job, layout, [fewer])
+    assert costs.step == pytest.approx(((12 + 8 + 12) / 3 + pp - 1) * 30.0)
+    assert costs.ideal == pytest.approx(costs.step)
+    assert diagnose(job, layout, [fewer]).root_cause is Cause.NONE
