@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 
@@ -34,19 +34,29 @@ def allocation_by_rate(
 ) -> list[int]:
     """Counts of the same sum, at least 1 each, by greedy allocation.
 
-    An entry ends at `ends` with its present count; every unit more takes its rate longer.
+    An entry ends at `ends` with its present count; every unit more takes its rate longer. An
+    entry that ends after the common level of the others with a single unit keeps that one.
     """
     if not all(map(isfinite, ends)):
         return list(counts)
     offsets = [end - rate * count for end, rate, count in zip(ends, rates, counts, strict=True)]
-    total = sum(counts)
-    pairs = list(zip(offsets, rates, strict=True))
-    level = (total + sum(o / r for o, r in pairs)) / sum(1.0 / r for r in rates)
-    fresh = [max(1, int((level - o) / r) - 1) if level > o else 1 for o, r in pairs]
-    fresh = greedy_allocation(
+    total, indices = sum(counts), range(len(counts))
+    kept: Sequence[int] = indices
+    level = -inf
+    for _ in indices:
+        units = total - (len(counts) - len(kept))
+        earned = sum(offsets[i] / rates[i] for i in kept)
+        level = (units + earned) / sum(1.0 / rates[i] for i in kept)
+        longer = [i for i in kept if level > offsets[i] + rates[i]]
+        if len(longer) in (0, len(kept)):
+            break
+        kept = longer
+    fresh = [1] * len(counts)
+    for i in kept:
+        fresh[i] = max(1, int((level - offsets[i]) / rates[i]) - 1)
+    return greedy_allocation(
         fresh, total - sum(fresh), lambda index, count: offsets[index] + rates[index] * count
     )
-    return fresh if sum(fresh) == total else list(counts)
 
 
 def exchange_units(

@@ -69,6 +69,22 @@ def shared_out(microbatches, replicas):
     return [quotas for quotas in counts if sum(quotas) == microbatches]
 
 
+@pytest.mark.parametrize(
+    ("dp", "pp", "microbatches", "slow", "speed"),
+    [(16, 16, 1024, 4, 1 / 12), (2, 8, 256, 1, 1 / 60)],
+)
+def test_quotas_of_slow_replicas_fall_to_one_however_many_they_had(
+    dp, pp, microbatches, slow, speed
+):
+    layout = Layout.grid(dp=dp, pp=pp, tp=1, layers=pp)
+    one = Job(name="job", layout=layout, microbatches=microbatches, cost=COST, actions=("quotas",))
+    speeds = {rank: speed for replica in layout.replicas[:slow] for rank in replica.ranks}
+    share = (microbatches - slow) // (dp - slow)
+    quotas = (1,) * slow + (share,) * (dp - slow)
+    assert sum(quotas) == microbatches
+    assert make_plan(one, speeds).step_ms <= simulate(one, layout, quotas, speeds).step_ms
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     dp=st.integers(1, 3),
