@@ -318,7 +318,8 @@ def own_schedule(job: Job, plan: Plan) -> Schedule:
     """
     if Action.LAYOUT not in job.actions:
         return plan.schedule
-    if any(replica.chunks > 1 for replica in plan.layout.replicas):
+    is_interleaved = plan.schedule is Schedule.INTERLEAVED
+    if is_interleaved or any(replica.chunks > 1 for replica in plan.layout.replicas):
         return Schedule.INTERLEAVED
     schedules = plan_schedules(job)
     return plan.schedule if plan.schedule in schedules else schedules[0]

@@ -18,6 +18,7 @@ from resihp.contracts import (
     Links,
     Memory,
     ModelShape,
+    Plan,
     Replica,
     Schedule,
     Stage,
@@ -27,6 +28,7 @@ from resihp.layout import Param, Parameters, least_numel
 from scheduler import make_plan, replan, simulate
 from scheduler.migration import received_bytes
 from scheduler.policies import POLICIES, policy_outcome
+from scheduler.switching_rule import best_in_place
 
 SHAPE = ModelShape(layers=8, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=512)
 
@@ -132,6 +134,16 @@ def test_replicas_without_the_fault_stay_as_they_are():
     assert len(kept) == 3
     (other,) = set(plan.layout.replicas) - kept
     assert (len(other.stages), other.chunks) == (3, 2)
+
+
+@pytest.mark.parametrize("speeds", [{}, {0: 0.8}])
+def test_a_running_plan_whose_stages_hold_one_range_is_timed_with_the_chunks_of_the_job(speeds):
+    one = replace(job(pp=4, layers=16), layout=Layout.grid(dp=2, pp=4, tp=1, layers=16))
+    running = Plan(version=0, layout=one.layout, quotas=one.quotas, schedule=one.schedule)
+    now_ms = simulate(one, running, speeds=speeds).step_ms
+    best = replan(one, running, speeds, step=1).best
+    assert now_ms == pytest.approx(best_in_place(one, running, speeds)[0])
+    assert best is None or best.plan.step_ms + best.saved_ms == pytest.approx(now_ms)
 
 
 def test_a_replica_of_one_stage_runs_beside_interleaved_ones():
