@@ -299,19 +299,44 @@ def _exchanged(found: Arrangement) -> Arrangement:
 
 
 def _without_slow_replicas(found: Arrangement) -> Arrangement:
-    """Arrangement without replicas that finish last although they run a single microbatch."""
+    """Arrangement without replicas that finish last although they run a single microbatch.
+
+    Those that finish after the common level of the others are left out together, or half as many
+    where that does not help, down to the slowest one.
+    """
     evaluator = found.evaluator
-    while len(found.chains) > 1 and not evaluator.setting.expired():
-        single = [i for i, quota in enumerate(found.quotas) if quota == 1]
-        if not single:
-            break
-        worst = max(single, key=lambda i: (evaluator.best(found.chains[i], 1)[1], -i))
-        rest = [chain for i, chain in enumerate(found.chains) if i != worst]
+    count = _too_slow(found)
+    while count and not evaluator.setting.expired():
+        slow = set(_single(found)[:count])
+        rest = [chain for i, chain in enumerate(found.chains) if i not in slow]
+        left = [group for i in sorted(slow) for group in found.chains[i]]
         smaller = divide(evaluator, rest)
-        longer = insert_spare(evaluator, rest, found.chains[worst], smaller.makespan_ms)
-        options = (smaller, divide(evaluator, longer), found)
-        best = min(options, key=lambda option: option.makespan_ms)
-        if best is found:
-            break
-        found = best
+        longer = insert_spare(evaluator, rest, left, smaller.makespan_ms)
+        best = min(smaller, divide(evaluator, longer), key=lambda option: option.makespan_ms)
+        if _is_less(best, found):
+            found, count = best, _too_slow(best)
+        else:
+            count //= 2
     return found
+
+
+def _single(found: Arrangement) -> list[int]:
+    """Replicas that run a single microbatch, the slowest first."""
+    single = [i for i, quota in enumerate(found.quotas) if quota == 1]
+    return sorted(single, key=lambda i: (-found.evaluator.best(found.chains[i], 1)[1], i))
+
+
+def _too_slow(found: Arrangement) -> int:
+    """Number of replicas of `_single` to try to leave out: those that finish after the level that
+    the others then have in common, or the slowest one."""
+    single = _single(found)[: len(found.chains) - 1]
+    ends, rates = found.evaluator.makespans(found.chains, found.quotas)
+    rows = list(zip(ends, rates, found.quotas, strict=True))
+    earned = sum(quota - end / rate for end, rate, quota in rows)
+    inverse = sum(1.0 / rate for _, rate, _ in rows)
+    for count, index in enumerate(single):
+        if ends[index] <= (found.evaluator.setting.microbatches - earned) / inverse:
+            return max(count, 1)
+        end, rate, quota = rows[index]
+        earned, inverse = earned - (quota - end / rate), inverse - 1.0 / rate
+    return len(single)

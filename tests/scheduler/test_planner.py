@@ -1,5 +1,6 @@
 """Plans conserve layers and microbatches, use no dead rank, are repeatable, and name what binds."""
 
+import itertools
 import random
 from dataclasses import replace
 from itertools import combinations, pairwise, product
@@ -476,6 +477,22 @@ def test_a_replica_that_no_longer_fits_is_dropped():
     plan = make_plan(with_memory(1.05), {0: 0.0, 1: 0.0})
     assert plan.layout.dp == 1
     assert plan.quotas == (8,)
+
+
+def test_many_slow_replicas_are_left_out_within_few_steps_of_the_search():
+    reads = itertools.count()
+    one = job(dp=256, pp=1, tp=1, layers=4, microbatches=512)
+    slow = range(0, 256, 4)
+    plan = make_plan(
+        one, dict.fromkeys(slow, 0.02), time_limit_s=100.0, clock=lambda: float(next(reads))
+    )
+    assert not set(slow) & set(plan.layout.ranks)
+    assert plan.step_ms == plan.bound_ms == 36.0
+
+
+def test_replicas_of_one_microbatch_stay_where_nothing_is_gained_without_them():
+    plan = make_plan(job(dp=8, pp=2, tp=1, layers=4, microbatches=12), {0: 0.0})
+    assert (plan.layout.dp, len(plan.layout.ranks)) == (8, 15)
 
 
 def test_a_time_limit_still_gives_a_plan():
