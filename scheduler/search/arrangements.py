@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, islice, product
-from math import comb
+from math import comb, isinf
 
 import numpy as np
 
@@ -142,11 +142,12 @@ def out_of_memory(evaluator: ChainEvaluator, chain: Chain, microbatches: int) ->
     )
 
 
-def exhaustive(evaluator: ChainEvaluator, replicas: int) -> Arrangement | None:
-    """Optimum over placements, idle groups, layers and quotas; None if the job is too large.
+def exhaustive(evaluator: ChainEvaluator, replicas: int, *, least: int = 1) -> Arrangement | None:
+    """Optimum over placements, idle groups, layers and quotas; None if there is none or the job is
+    too large.
 
     Every group serves one of the replicas in its column, or none; a replica without groups is left
-    out.
+    out, unless that leaves fewer than `least`.
     """
     layers, microbatches = evaluator.setting.layers, evaluator.setting.microbatches
     columns = [
@@ -166,7 +167,9 @@ def exhaustive(evaluator: ChainEvaluator, replicas: int) -> Arrangement | None:
     counts = range(1, microbatches + 1)
     evaluator.prepare((chain, m) for chain in chains for m in counts)
     makespans = np.array([[evaluator.best(chain, m)[1] for m in counts] for chain in chains])
-    best = Arrangement.of(evaluator, (chains[makespans[:, -1].argmin()],), (microbatches,))
+    best: Arrangement | None = None
+    if least == 1:
+        best = Arrangement.of(evaluator, (chains[makespans[:, -1].argmin()],), (microbatches,))
     both = combinations(range(len(chains)), 2)
     pairs = [(a, b) for a, b in both if not set(chains[a]) & set(chains[b])]
     if replicas == 2 and microbatches > 1 and pairs:
@@ -176,5 +179,5 @@ def exhaustive(evaluator: ChainEvaluator, replicas: int) -> Arrangement | None:
         row, column = map(int, np.unravel_index(int(ends.argmin()), ends.shape))
         two = chains[first[row]], chains[second[row]]
         option = Arrangement.of(evaluator, two, (column + 1, microbatches - column - 1))
-        best = option if option.makespan_ms < best.makespan_ms else best
-    return best
+        best = option if best is None or option.makespan_ms < best.makespan_ms else best
+    return None if best is None or isinf(best.makespan_ms) else best

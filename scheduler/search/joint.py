@@ -12,7 +12,7 @@ from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
 from ..cost_model import transfer_ms
 from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
-from ..memory import MemoryFootprint, plan_schedules
+from ..memory import MemoryFootprint, fits, plan_schedules
 from .arrangements import exhaustive, feasible_chains, initial_chains, out_of_memory
 from .chains import Chain, SearchSetting
 from .link_placement import rank_orders
@@ -149,8 +149,10 @@ def _is_less(one: Arrangement, other: Arrangement) -> bool:
 def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
     """Best arrangement found from `layout`.
 
-    With sharded optimizer state, dropped replicas leave theirs to the others: the search is then
-    repeated with the memory that is left.
+    Memory depends on the number of replicas: they share sharded optimizer state, and need room for
+    gradients that are summed if there are several. Where an arrangement has another number than it
+    was searched for, and does not fit, the search is repeated for that number, and for as many
+    replicas as at first.
     """
     job = request.job
     groups, chains, spare = initial_chains(
@@ -163,11 +165,12 @@ def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
         keep=request.keep,
         level=request.shorter,
     )
-    owners = len(chains)
-    while True:
+    table = GroupTable.of(groups, request.links)
+
+    def arranged(replicas: int, *, as_many: bool = False) -> Arrangement:
         setting = SearchSetting(
-            GroupTable.of(groups, request.links),
-            MemoryFootprint.of(job, owners),
+            table,
+            MemoryFootprint.of(job, replicas),
             job.layout.layers,
             job.microbatches,
             transfer_ms(job),
@@ -176,21 +179,55 @@ def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
             request.expired,
             request.links,
         )
-        found = _arranged(request, setting, chains, spare)
-        if len(found.chains) >= owners or not job.memory.sharded_optimizer:
-            return found
-        owners = len(found.chains)
+        return _arranged(request, setting, chains, spare, as_many=as_many)
+
+    best: Arrangement | None = None
+    failure = InfeasibleError("memory", "no number of replicas was found that fits")
+    replicas, tried = len(chains), set[int]()
+    while best is None and replicas not in tried:
+        tried.add(replicas)
+        try:
+            found = arranged(replicas)
+        except InfeasibleError as error:
+            failure = error
+            break
+        best, replicas = _within_memory(job, found), len(found.chains)
+    if len(tried) > 1:
+        with suppress(InfeasibleError):
+            option = _within_memory(job, arranged(len(chains), as_many=True))
+            best = best if option is None else _better(best, option)
+    if best is None:
+        raise failure
+    return best
+
+
+def _within_memory(job: Job, found: Arrangement) -> Arrangement | None:
+    """Arrangement with the memory of as many replicas as it has; None if it does not fit then."""
+    setting = found.evaluator.setting
+    footprint = MemoryFootprint.of(job, len(found.chains))
+    if footprint == setting.footprint:
+        return found
+    if not fits(job, found.layout, found.quotas, setting.schedule):
+        return None
+    return replace(found, evaluator=ChainEvaluator(replace(setting, footprint=footprint)))
 
 
 def _arranged(
-    request: _Request, setting: SearchSetting, chains: Sequence[Chain], spare: Sequence[int]
+    request: _Request,
+    setting: SearchSetting,
+    chains: Sequence[Chain],
+    spare: Sequence[int],
+    *,
+    as_many: bool,
 ) -> Arrangement:
+    """Best arrangement found from these chains, with as many replicas or any number."""
     job, evaluator = request.job, ChainEvaluator(setting)
     starts: list[_Start] = [(chains, spare), (sort_by_speed(evaluator, chains), spare)]
-    if spare and len(chains) < min(job.microbatches, job.layout.dp):
+    if spare and len(chains) < min(job.microbatches, job.layout.dp) and not as_many:
         starts.append(([*chains, tuple(spare)], []))
     started = _best_start(evaluator, starts, shorter=request.shorter)
-    first = best = _without_slow_replicas(_exchanged(started))
+    first = _exchanged(started)
+    first = best = first if as_many else _without_slow_replicas(first)
     for schedule in request.schedules[1:]:
         # Exchanges hardly depend on the schedule, so they are searched once.
         best = _better(best, _under(schedule, first) or best)
@@ -200,7 +237,7 @@ def _arranged(
     if first.chains != started.chains and len(chains) <= _FEW_REPLICAS:
         for schedule in request.schedules[1:]:
             best = _better(best, _under(schedule, started) or best)
-    exact = _exact(request, setting, len(chains))
+    exact = _exact(request, setting, len(chains), least=len(chains) if as_many else 1)
     if exact:
         is_same = exact.evaluator.setting.schedule is best.evaluator.setting.schedule
         best = best if is_same and not _is_less(exact, best) else exact
@@ -270,11 +307,15 @@ def _may_gain(found: Arrangement) -> bool:
     return few or (found.slack > _WIDE and found.gap > _WIDE)
 
 
-def _exact(request: _Request, setting: SearchSetting, replicas: int) -> Arrangement | None:
-    """Optimum over all arrangements and schedules; None if the job is too large."""
+def _exact(
+    request: _Request, setting: SearchSetting, replicas: int, *, least: int
+) -> Arrangement | None:
+    """Optimum over all arrangements and schedules; None if there is none or the job is too
+    large."""
     best: Arrangement | None = None
     for schedule in request.schedules:
-        optimum = exhaustive(ChainEvaluator(replace(setting, schedule=schedule)), replicas)
+        evaluator = ChainEvaluator(replace(setting, schedule=schedule))
+        optimum = exhaustive(evaluator, replicas, least=least)
         if optimum is None:
             return None
         best = _better(best, optimum)

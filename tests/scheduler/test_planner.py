@@ -20,6 +20,7 @@ from resihp.contracts import (
     Memory,
     ModelShape,
     Plan,
+    RankAmount,
     Replica,
     Schedule,
     Stage,
@@ -471,6 +472,38 @@ def test_a_replica_is_kept_whole_where_that_is_faster_than_without_it():
     plan = make_plan(one, speeds)
     assert plan.layout == one.layout
     assert plan_front(one, speeds)[0].plan.step_ms == plan.step_ms
+
+
+def small(dp, pp, layers, microbatches, **memory):
+    """Job of groups of one rank, with layers of 100 parameters."""
+    held = Memory(bytes_per_param=4, layer_params=RankAmount(split=100), **memory)
+    layers_each = {"dp": dp, "pp": pp, "tp": 1, "layers": layers, "units": 1}
+    return job(**layers_each, microbatches=microbatches, memory=held)
+
+
+def test_gradients_of_a_second_replica_need_memory():
+    """One replica of all ranks fits; of two, each would hold more layers and its sums."""
+    memory = {"optimizer_bytes_per_param": 0, "reduce_bytes_per_param": 4, "budget_bytes": 1500}
+    one = small(2, 2, 6, 16, **memory)
+    plan = make_plan(one, {}, Layout(one.layout.replicas[:1]))
+    assert fits(one, plan.layout, plan.quotas, plan.schedule)
+    assert (plan.layout.dp, plan.step_ms) == (1, 104.0)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "speeds", "quotas"),
+    [(4, {5: 0.2}, (3, 1)), (16, {1: 0.04, 3: 0.04, 5: 0.04, 7: 0.04}, (15, 1))],
+)
+def test_a_slow_replica_stays_where_its_optimizer_state_fits_nowhere_else(
+    microbatches, speeds, quotas
+):
+    memory = {"optimizer_bytes_per_param": 12, "sharded_optimizer": True, "budget_bytes": 1100}
+    one = small(2, 4, 4, microbatches, **memory)
+    staying_ms = simulate(one, one.layout, quotas, speeds).step_ms
+    assert fits(one, one.layout, quotas, one.schedule)
+    for plan in (make_plan(one, speeds), plan_front(one, speeds)[0].plan):
+        assert fits(one, plan.layout, plan.quotas, plan.schedule)
+        assert plan.step_ms <= staying_ms
 
 
 def test_a_replica_that_no_longer_fits_is_dropped():
