@@ -29,11 +29,6 @@ _STARTS = 4  # numbers in flight that fit and cover most, which are timed
 _LEAST_GAIN = 1e-3  # of the makespan, for which more is held in flight
 
 
-def starts_forwards_early(job: Job) -> bool:
-    """True if plans of the job may start forwards earlier than under 1F1B."""
-    return Schedule.EAGER_1F1B in plan_schedules(job)
-
-
 def with_forwards_ahead(
     job: Job,
     layout: Layout,
@@ -42,14 +37,20 @@ def with_forwards_ahead(
     links: LinkSlowdowns,
     schedule: Schedule,
     expired: Callable[[], bool] = lambda: False,
+    *,
+    within_ms: float = inf,
 ) -> tuple[Layout, tuple[int, ...], float] | None:
     """Layout with the numbers in flight that hide its slow links best, quotas and makespan in ms.
 
-    schedule  under which the layout takes its time now: 1F1B or eager 1F1B
+    schedule   under which the layout takes its time now: 1F1B or eager 1F1B
+    within_ms  makespan to be shorter than
 
-    Replicas without a slow link between stages hold as many as under `schedule`. None where no
+    Replicas without a slow link between stages hold as many as under `schedule`. None where no link
+    is slow, where plans of the job may not start forwards earlier than under 1F1B, and where no
     number in flight that fits into memory shortens the makespan.
     """
+    if not links or Schedule.EAGER_1F1B not in plan_schedules(job):
+        return None
     if schedule not in (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B):
         return None
     plain = Layout(tuple(replace(replica, in_flight=()) for replica in layout.replicas))
@@ -64,7 +65,7 @@ def with_forwards_ahead(
     if not all(map(search.fits, replicas, found)):
         found = tuple(quotas)
     makespan_ms = max(times.makespans(found))
-    if makespan_ms >= before * (1 - _LEAST_GAIN):
+    if makespan_ms >= min(before * (1 - _LEAST_GAIN), within_ms):
         return None
     return Layout(tuple(replicas)), found, makespan_ms
 

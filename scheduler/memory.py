@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -210,22 +212,29 @@ def _derived_activations(job: Job) -> float:
 def fits(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> bool:
     """True if every rank of `layout` has enough memory under `schedule`."""
     budget = job.memory.budget_bytes
-    if budget is None:
-        return True
-    return all(peak <= budget for peak in _peaks(job, layout, quotas, schedule))
+    return budget is None or peak_bytes(job, layout, quotas, schedule) <= budget
 
 
 def peak_bytes(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> float:
     """Most memory that any rank of `layout` needs under `schedule`."""
-    return max(_peaks(job, layout, quotas, schedule))
+    return fullest_rank(job, layout, quotas, schedule)[0]
 
 
-def _peaks(job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule) -> Iterator[float]:
-    """Most memory that a rank of each stage of `layout` needs."""
+def fullest_rank(
+    job: Job, layout: Layout, quotas: Sequence[int], schedule: Schedule
+) -> tuple[float, int]:
+    """Most memory that any rank of `layout` needs under `schedule`, and the first such rank.
+
+    Of replicas that are alike, which are most of a large job's, the first one is looked at.
+    """
     footprint = MemoryFootprint.of(job, layout.dp)
     chunks = chunks_run(job, layout.replicas, schedule)
+    alike: dict[tuple[object, ...], Iterator[tuple[float, int]]] = {}
     for replica, quota, count in zip(layout.replicas, quotas, chunks, strict=True):
-        yield from _stage_peaks(job, footprint, replica, quota, schedule, count)
+        held = tuple([(stage.layer_count, stage.shares) for stage in replica.stages])
+        peaks = _stage_peaks(job, footprint, replica, quota, schedule, count)
+        alike.setdefault((held, replica.in_flight, quota, count), peaks)
+    return max(chain.from_iterable(alike.values()), key=itemgetter(0))
 
 
 def replica_fits(
@@ -236,7 +245,7 @@ def replica_fits(
     if budget is None:
         return True
     peaks = _stage_peaks(job, footprint, replica, quota, schedule, replica.chunks)
-    return all(peak <= budget for peak in peaks)
+    return all(peak <= budget for peak, _ in peaks)
 
 
 def _stage_peaks(
@@ -246,8 +255,8 @@ def _stage_peaks(
     quota: int,
     schedule: Schedule,
     chunks: int,
-) -> Iterator[float]:
-    """Most memory that a rank of each stage needs for `quota` microbatches."""
+) -> Iterator[tuple[float, int]]:
+    """Most memory that a rank of each stage needs for `quota` microbatches, and that rank."""
     last = len(replica.stages) - 1
     if replica.in_flight:
         limit: Sequence[int] = replica.in_flight
@@ -266,7 +275,7 @@ def _stage_peaks(
             in_flight=min(limit[index], quota),
             split=min(between[index], quota),
         )
-        yield max(held)
+        yield max(zip(held, stage.ranks, strict=True), key=itemgetter(0))
 
 
 def most_held(order: Sequence[Pass]) -> int:

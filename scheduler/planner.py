@@ -15,13 +15,12 @@ from resihp.contracts import (
     LinkVerdict,
     Plan,
     Schedule,
-    even_quotas,
 )
 from resihp.formatting import byte_size, rank_list
 
 from .advice import advise
 from .cost_model import layer_cost
-from .forwards_ahead import starts_forwards_early, with_forwards_ahead
+from .forwards_ahead import with_forwards_ahead
 from .link_costs import LinkSlowdowns
 from .memory import fits
 from .migration import PlanOption
@@ -37,6 +36,7 @@ from .switching_rule import (
     best_in_place,
     decide,
     least_cost,
+    unplanned,
     with_restart,
 )
 
@@ -243,7 +243,7 @@ def _in_place(
     dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
     if dead or Action.QUOTAS not in job.actions:
         raise InfeasibleError("actions", _limit(job, dead))
-    current = _unplanned(job, layout, version)
+    current = unplanned(job, layout, version)
     found = best_in_place(job, current, speeds, links, expired)[1]
     plan = found.plan(job, current, speeds, links)
     return replace(plan, version=version, from_step=from_step)
@@ -266,7 +266,7 @@ def _kept_if_as_fast(
         return plan
     if any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
         return plan
-    current = _unplanned(job, layout, plan.version)
+    current = unplanned(job, layout, plan.version)
     found = best_in_place(job, current, speeds, links, expired)[1]
     if found.step_ms > plan.step_ms * (1 + 1e-9):
         return plan
@@ -274,13 +274,6 @@ def _kept_if_as_fast(
         return plan
     kept = found.plan(job, current, speeds, links)
     return replace(kept, version=plan.version, from_step=plan.from_step)
-
-
-def _unplanned(job: Job, layout: Layout, version: int) -> Plan:
-    """A layout under its schedule, with the job's quotas if they are for as many replicas."""
-    quotas = job.quotas if layout.dp == job.layout.dp else even_quotas(job.microbatches, layout.dp)
-    schedule = layout.schedule or job.schedule
-    return Plan(version=version, layout=layout, quotas=quotas, schedule=schedule)
 
 
 def _checked(job: Job, layout: Layout | None, speeds: Speeds) -> tuple[Layout, Mapping[int, float]]:
@@ -325,11 +318,9 @@ def _with_forwards_ahead(
     expired: Callable[[], bool],
 ) -> FoundPlan:
     """Result of the search, with slow links in the order of passes that hides them best."""
-    if not links or not starts_forwards_early(job):
-        return found
-    given = found.layout, found.quotas, speeds, links, found.schedule
-    option = with_forwards_ahead(job, *given, expired)
-    if option is None or option[2] >= found.makespan_ms:
+    given = found.layout, found.quotas, speeds, links, found.schedule, expired
+    option = with_forwards_ahead(job, *given, within_ms=found.makespan_ms)
+    if option is None:
         return found
     layout, quotas, makespan_ms = option
     fixed_ms = layer_cost(job).step_ms

@@ -6,11 +6,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from resihp.contracts import Action, Advice, ContractError, Job, Layout, Plan, Schedule
+from resihp.contracts import (
+    Action,
+    Advice,
+    ContractError,
+    Job,
+    Layout,
+    Plan,
+    Schedule,
+    even_quotas,
+)
 from resihp.formatting import duration, plural
 
 from .cost_model import layer_cost
-from .forwards_ahead import starts_forwards_early, with_forwards_ahead
+from .forwards_ahead import with_forwards_ahead
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from .memory import fits, own_schedule, peak_bytes, plan_schedules
 from .migration import PlanOption
@@ -142,6 +151,13 @@ class ReplanDecision:
         steps = math.ceil(best.cost_ms / self.least_gain_ms)
         needed = f"{duration(self.least_gain_ms)} per step"
         return f"{text} ({needed}), with which it would break even after {plural(steps, 'step')}"
+
+
+def unplanned(job: Job, layout: Layout, version: int = 0) -> Plan:
+    """A layout under its schedule, with the job's quotas if they are for as many replicas."""
+    quotas = job.quotas if layout.dp == job.layout.dp else even_quotas(job.microbatches, layout.dp)
+    schedule = layout.schedule or job.schedule
+    return Plan(version=version, layout=layout, quotas=quotas, schedule=schedule)
 
 
 def with_restart(
@@ -338,7 +354,15 @@ def best_in_place(
         step_ms = times.step_ms(quotas)
         if step_ms < best.step_ms and _has_memory(job, current, option, quotas, schedule):
             best = InPlaceChange(option, quotas, schedule, step_ms)
-    return now_ms, _with_forwards_ahead(job, best, speeds, links, expired)
+    if Action.LAYOUT not in job.actions:
+        return now_ms, best
+    fixed_ms = layer_cost(job).step_ms
+    given = best.layout, best.quotas, speeds, links, best.schedule, expired
+    ahead = with_forwards_ahead(job, *given, within_ms=best.step_ms - fixed_ms)
+    if ahead is not None:
+        layout, quotas, makespan_ms = ahead
+        best = InPlaceChange(layout, quotas, Schedule.EAGER_1F1B, makespan_ms + fixed_ms)
+    return now_ms, best
 
 
 def _has_memory(
@@ -349,24 +373,3 @@ def _has_memory(
         return True
     now_bytes = peak_bytes(job, current.layout, current.quotas, own_schedule(job, current))
     return peak_bytes(job, layout, quotas, schedule) <= now_bytes
-
-
-def _with_forwards_ahead(
-    job: Job,
-    found: InPlaceChange,
-    speeds: Mapping[int, float],
-    links: LinkSlowdowns,
-    expired: Callable[[], bool],
-) -> InPlaceChange:
-    """The change, or with slow links one that holds more microbatches in flight and is faster."""
-    if not links or Action.LAYOUT not in job.actions or not starts_forwards_early(job):
-        return found
-    given = found.layout, found.quotas, speeds, links, found.schedule
-    option = with_forwards_ahead(job, *given, expired)
-    if option is None:
-        return found
-    layout, quotas, makespan_ms = option
-    step_ms = makespan_ms + layer_cost(job).step_ms
-    if step_ms >= found.step_ms:
-        return found
-    return InPlaceChange(layout, quotas, Schedule.EAGER_1F1B, step_ms)

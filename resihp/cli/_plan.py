@@ -108,28 +108,23 @@ def _compare(
     """Step time without a change, and the decision of a running job; None with a dead rank."""
     from resihp.contracts import Action
     from scheduler import SkiRental, simulate
-    from scheduler.switching_rule import decide, with_restart
+    from scheduler.switching_rule import decide, unplanned, with_restart
 
     if any(speeds.get(rank, 1.0) <= 0.0 for rank in job.layout.ranks):
         return None
     present_ms = simulate(job, job.layout, job.quotas, speeds).step_ms
     priced = with_restart(job, options, None) if Action.LAYOUT in job.actions else options
-    return present_ms, decide(job, _started(job), priced, speeds, SkiRental(), horizon_steps=None)
-
-
-def _started(job: Job) -> Plan:
-    """Plan 0 of the job."""
-    from resihp.contracts import Plan
-
-    return Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)
+    now = unplanned(job, job.layout)
+    return present_ms, decide(job, now, priced, speeds, SkiRental(), horizon_steps=None)
 
 
 def _print_advice(job: Job, speeds: Mapping[int, float], *, as_json: bool) -> None:
     """Print the advice for a job that takes on no plan."""
     from resihp.contracts import to_json
     from scheduler import replan
+    from scheduler.switching_rule import unplanned
 
-    decision = replan(job, _started(job), speeds, step=0)
+    decision = replan(job, unplanned(job, job.layout), speeds, step=0)
     advice = decision.advice
     if not as_json:
         none = "; nothing is to be gained" if advice is None else ""
