@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +42,7 @@ from .switching_rule import (
 )
 
 _NO_LOSS = SkiRental()
+_LONGEST_MS = sys.float_info.max  # of a step; a layout that cannot run takes infinitely long
 _TOLERANCE = 1e-3  # interleaved stages are kept unless 1F1B is faster by this fraction
 
 
@@ -76,20 +78,15 @@ def make_plan(
     without any) and every quota, with the groups in the plan's places. A job with
     the action `quotas` and neither `layout` nor `restart` keeps its layout and schedule.
 
-    Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "actions")
-    and `ContractError` for invalid speeds, for a layout of another number of layers, and for one
-    that has to stay and cannot run within `max_in_flight`.
+    Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "actions"), but not
+    where the current layout fits and all of its ranks are alive; and `ContractError` for invalid
+    speeds, for a layout of another number of layers, and for one that has to stay and cannot run
+    within `max_in_flight`.
     """
     current, known = _checked(job, layout, speeds)
     expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)
-    if job.takes_layouts:
-        best = search(job, current, known, expired, slow)
-        found = _with_chunks(job, best, current, known, expired, slow)
-        found = _with_forwards_ahead(job, found, known, slow, expired)
-        plan = _plan(job, current, known, slow, found, version, from_step)
-        plan = _kept_if_as_fast(job, current, known, slow, plan, expired)
-    else:
-        plan = _in_place(job, current, known, slow, version, from_step, expired)
+    planned = _searched if job.takes_layouts else _in_place
+    plan = planned(job, current, known, slow, version, from_step, expired)
     if work is None:
         return plan
     given = plan.layout, plan.quotas, known, plan.schedule, work, slow
@@ -122,7 +119,13 @@ def plan_front(
     if not job.takes_layouts:
         in_place = _in_place(job, current, known, slow, version, from_step, expired)
         return (PlanOption.of(job, current, in_place),)
-    quickest = search(job, current, known, expired, slow)
+    try:
+        quickest = search(job, current, known, expired, slow)
+    except InfeasibleError:
+        kept = _kept(job, current, known, slow, version, from_step, expired)
+        if kept is None:
+            raise
+        return (PlanOption.of(job, current, kept),)
     if _is_interleaved(job) or Action.LAYOUT not in job.actions:
         found = [_with_chunks(job, quickest, current, known, expired, slow)]
     else:
@@ -132,9 +135,10 @@ def plan_front(
     plans = [_plan(job, current, known, slow, option, version, from_step) for option in found]
     options = [PlanOption.of(job, current, plan) for plan in plans]
     options = _front_of(options) if slow else options
-    kept = _kept_if_as_fast(job, current, known, slow, options[0].plan, expired)
-    if kept is not options[0].plan:
-        return (PlanOption.of(job, current, kept),)
+    fastest = options[0].plan
+    as_fast = _kept_if_as_fast(job, current, known, slow, fastest, expired)
+    if as_fast is not fastest:
+        return (PlanOption.of(job, current, as_fast),)
     return (options[0], *(_with_price(option, options[0]) for option in options[1:]))
 
 
@@ -249,6 +253,29 @@ def _in_place(
     return replace(plan, version=version, from_step=from_step)
 
 
+def _searched(
+    job: Job,
+    layout: Layout,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns,
+    version: int,
+    from_step: int,
+    expired: Callable[[], bool],
+) -> Plan:
+    """Plan of the search, or one that keeps the layout. Raises `InfeasibleError`."""
+    try:
+        best = search(job, layout, speeds, expired, links)
+    except InfeasibleError:
+        kept = _kept(job, layout, speeds, links, version, from_step, expired)
+        if kept is None:
+            raise
+        return kept
+    found = _with_chunks(job, best, layout, speeds, expired, links)
+    found = _with_forwards_ahead(job, found, speeds, links, expired)
+    plan = _plan(job, layout, speeds, links, found, version, from_step)
+    return _kept_if_as_fast(job, layout, speeds, links, plan, expired)
+
+
 def _kept_if_as_fast(
     job: Job,
     layout: Layout,
@@ -262,18 +289,33 @@ def _kept_if_as_fast(
     The search leaves out what it takes to be slower or not to fit, such as slow ranks with memory
     that others lack, and stages without layers.
     """
-    if not job.takes_layouts or plan.layout == layout:
+    if plan.layout == layout:
         return plan
+    given = job, layout, speeds, links, plan.version, plan.from_step, expired
+    return _kept(*given, within_ms=plan.step_ms * (1 + 1e-9)) or plan
+
+
+def _kept(
+    job: Job,
+    layout: Layout,
+    speeds: Mapping[int, float],
+    links: LinkSlowdowns,
+    version: int,
+    from_step: int,
+    expired: Callable[[], bool],
+    *,
+    within_ms: float = _LONGEST_MS,
+) -> Plan | None:
+    """Plan that keeps the layout; None with a dead rank, for a longer step than `within_ms`, and
+    where it does not fit into memory."""
     if any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
-        return plan
-    current = unplanned(job, layout, plan.version)
+        return None
+    current = unplanned(job, layout, version)
     found = best_in_place(job, current, speeds, links, expired)[1]
-    if found.step_ms > plan.step_ms * (1 + 1e-9):
-        return plan
-    if not fits(job, found.layout, found.quotas, found.schedule):
-        return plan
-    kept = found.plan(job, current, speeds, links)
-    return replace(kept, version=plan.version, from_step=plan.from_step)
+    if found.step_ms > within_ms or not fits(job, found.layout, found.quotas, found.schedule):
+        return None
+    plan = found.plan(job, current, speeds, links)
+    return replace(plan, version=version, from_step=from_step)
 
 
 def _checked(job: Job, layout: Layout | None, speeds: Speeds) -> tuple[Layout, Mapping[int, float]]:

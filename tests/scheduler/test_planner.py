@@ -464,6 +464,28 @@ def test_the_bound_holds_for_stages_without_layers(speed):
     assert plan.bound_ms <= plan.step_ms
 
 
+def test_a_running_layout_that_fits_is_kept_where_no_other_does():
+    """Embedding and head fill ranks that hold no layers, and the search leaves no stage empty."""
+    spans = ((0, 0), (0, 1), (1, 2), (2, 2))
+    stages = tuple(Stage((rank,), span) for rank, span in enumerate(spans))
+    ends = RankAmount(split=200)
+    memory = Memory(
+        budget_bytes=900,
+        bytes_per_param=4,
+        optimizer_bytes_per_param=0,
+        layer_params=RankAmount(split=150),
+        first_params=ends,
+        last_params=ends,
+    )
+    one = Job(name="full", layout=Layout((Replica(stages),)), microbatches=4, memory=memory)
+    plan = make_plan(one, {1: 0.5}, version=3, from_step=8)
+    assert (plan.layout, plan.version, plan.from_step) == (one.layout, 3, 8)
+    assert plan.step_ms == pytest.approx(simulate(one, plan, speeds={1: 0.5}).step_ms)
+    assert [option.plan for option in plan_front(one, {1: 0.5}, version=3, from_step=8)] == [plan]
+    with pytest.raises(InfeasibleError):
+        make_plan(one, {1: 0.0})
+
+
 def test_a_replica_is_kept_whole_where_that_is_faster_than_without_it():
     text = 'name = "tight"\nmodel = "llama-2-7b"\nmicrobatches = 32\ntokens_per_microbatch = 4096\n'
     one, speeds = parse_job(f"{text}[layout]\ndp = 2\npp = 2\ntp = 4\n"), {0: 0.45}
