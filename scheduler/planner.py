@@ -25,7 +25,7 @@ from .forwards_ahead import with_forwards_ahead
 from .link_costs import LinkSlowdowns
 from .memory import fits
 from .migration import PlanOption
-from .reasons import reasons
+from .reasons import memory_reasons, reasons
 from .search import Arrangement, FoundPlan, interleaved, search, search_front
 from .search.front import LIMITS
 from .search.plan_bounds import layout_bound
@@ -339,6 +339,8 @@ def _plan(
     fixed_ms = layer_cost(job).step_ms
     step_ms = found.makespan_ms + fixed_ms
     why = reasons(job, current, found.layout, found.quotas, speeds, found.schedule, links)
+    if found.layout != current and all(speeds.get(rank, 1.0) > 0.0 for rank in current.ranks):
+        why += memory_reasons(job, unplanned(job, current))
     return Plan(
         version=version,
         layout=found.layout,

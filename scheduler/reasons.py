@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from resihp.contracts import Action, Job, Layout, Place, Schedule
-from resihp.formatting import duration, listed, noun_for, numbers, plural, rank_list
+from resihp.contracts import Action, Job, Layout, Place, Plan, Schedule
+from resihp.formatting import byte_size, duration, listed, noun_for, numbers, plural, rank_list
 
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, is_in_use
+from .memory import fullest_rank, own_schedule
 
 _SHOWN = 12
 SCHEDULE_NAMES = {
@@ -57,6 +58,19 @@ def reasons(
     if schedule is not job.schedule and (job.schedules or job.schedule is Schedule.INTERLEAVED):
         sentences.append(f"the pipelines run {SCHEDULE_NAMES[schedule]}")
     return tuple(sentences) or ("all devices are healthy: nothing to change",)
+
+
+def memory_reasons(job: Job, current: Plan) -> tuple[str, ...]:
+    """Sentence on the memory that a current plan lacks, if it does."""
+    budget = job.memory.budget_bytes
+    if budget is None:
+        return ()
+    schedule = own_schedule(job, current)
+    needed, rank = fullest_rank(job, current.layout, current.quotas, schedule)
+    if needed <= budget:
+        return ()
+    sizes = f"{byte_size(needed)} of {byte_size(budget)}"
+    return (f"the present layout needs {sizes} on rank {rank}",)
 
 
 def action_reason(action: Action | None, cost_ms: float, restart_ms: float) -> str:

@@ -36,6 +36,7 @@ Exit status: 0 with a plan, or for a job that takes on none, 1 where none is fea
 binding constraint), 2 with one clear line for input that it cannot read.
 """
 _ROWS = 48
+_LAST_DIGITS = 1e-9  # in which the simulator and the search may differ
 _DIGITS = 12  # of a rank, more than any has
 
 
@@ -183,10 +184,12 @@ def _print_plan(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, fl
         console.print("Without a change the job cannot run.", highlight=False)
     else:
         present_ms, decision = compared
-        gain = max(present_ms / plan.step_ms - 1.0, 0.0)  # the simulator's last digits
-        console.print(
-            f"Without a change {present_ms:.1f} ms per step; the plan is {gain:.1%} faster."
-        )
+        gain = present_ms / plan.step_ms - 1.0
+        if gain < -_LAST_DIGITS:
+            compared_to = f"{plan.step_ms / present_ms - 1.0:.1%} slower"
+        else:
+            compared_to = f"{max(gain, 0.0):.1%} faster"
+        console.print(f"Without a change {present_ms:.1f} ms per step; the plan is {compared_to}.")
         if decision.best is not None:
             console.print(f"In a running job {decision.explanation}.", highlight=False)
     if job.model is not None and Action.LAYOUT in job.actions:

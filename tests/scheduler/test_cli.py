@@ -76,6 +76,21 @@ def test_a_plan_is_a_table_with_reasons(run):
     assert "faster" in result.stdout
 
 
+def test_a_plan_that_is_slower_says_so_and_that_the_present_layout_does_not_fit(run, tmp_path):
+    tight = str(tmp_path / "tight.toml")
+    (tmp_path / "tight.toml").write_text(LLAMA.replace("80_000", "25_000"))
+    document = json.loads(run("plan", tight, "--json").stdout)
+    assert document["plan"]["step_ms"] > document["present_step_ms"]
+    needed = "the present layout needs 33.9 GiB of 23.3 GiB on rank 0"
+    assert needed in document["plan"]["reason"]
+    told = " ".join(run("plan", tight).stdout.split())
+    assert needed in told
+    assert "the plan is 3.4% slower" in told
+    roomy = " ".join(run("plan", "JOB").stdout.split())
+    assert "the plan is 0.0% faster" in roomy
+    assert "present layout needs" not in roomy
+
+
 def test_a_name_in_brackets_is_printed_as_it_is(run, tmp_path):
     (tmp_path / "named.toml").write_text(JOB.replace("small", "run[v2] [red]x"))
     named = str(tmp_path / "named.toml")
