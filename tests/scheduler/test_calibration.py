@@ -1,13 +1,15 @@
 """Costs fitted to measured steps: predictions are those steps, and follow the plan from there."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.contracts import Job, LayerCost, Layout, ModelShape, Schedule
-from scheduler import make_plan, simulate
+from resihp.contracts import Job, LayerCost, Layout, Links, ModelShape, Schedule
+from scheduler import make_plan, model_preset, simulate
 from scheduler.calibration import calibrated, compute_ms
-from scheduler.cost_model import all_reduce_ms
+from scheduler.cost_model import all_reduce_ms, layer_cost
 
 
 def a_job(**given_):
@@ -65,6 +67,57 @@ def test_collectives_get_no_more_than_they_were_seen_to_take():
     ample = calibrated(job, **measured, collective_ms=1e6)
     free = calibrated(job, **measured)
     assert ample.links.latency_ms == pytest.approx(free.links.latency_ms)
+
+
+def step_of(job):
+    return simulate(job, job.layout, job.quotas).step_ms
+
+
+def with_slow_links(**links):
+    return Job(
+        name="test",
+        layout=Layout.grid(dp=2, pp=2, tp=4, layers=32, units=8),
+        microbatches=8,
+        model=model_preset("llama-3-8b"),
+        tokens_per_microbatch=8192,
+        device="H100",
+        links=Links(ranks_per_node=1, **links),
+    )
+
+
+@pytest.mark.parametrize("collective_ms", [None, 1.0, 100.0])
+def test_links_that_are_modelled_too_slow_leave_measured_compute_as_it_is(collective_ms):
+    step_ms = step_of(with_slow_links(inter_gbytes_per_s=100.0))
+    job = with_slow_links()
+    measured = {"forward": 1.0, "backward": 1.0, "step_ms": step_ms, "besides_ms": 3.0}
+    fitted = calibrated(job, **measured, collective_ms=collective_ms)
+    assert step_of(fitted) == pytest.approx(step_ms)
+    assert replace(fitted.cost, step_ms=0.0) == layer_cost(job)
+    if collective_ms == 1.0:
+        assert all_reduce_ms(fitted, 4) == pytest.approx(1.0)
+    else:
+        assert fitted.links.inter_gbytes_per_s == pytest.approx(100.0, rel=0.02)
+
+
+@pytest.mark.parametrize("part", [0.8, 0.3])
+def test_compute_above_the_step_is_scaled_down_to_it(part):
+    job = with_slow_links()
+    computing_ms = step_of(replace(job, cost=layer_cost(job), model=None))
+    step_ms = part * computing_ms
+    fitted = calibrated(job, forward=1.0, backward=1.0, step_ms=step_ms, besides_ms=3.0)
+    assert step_of(fitted) == pytest.approx(step_ms)
+    assert fitted.cost.step_ms == 0.0
+    kept = fitted.cost.forward_ms / layer_cost(job).forward_ms
+    assert 0.8 * part < kept < part
+
+
+def test_the_fixed_cost_of_a_step_is_reduced_before_compute():
+    job = a_job()
+    computing_ms = step_of(job)
+    measured = {"step_ms": 1.02 * computing_ms, "besides_ms": 0.1 * computing_ms}
+    fitted = calibrated(job, forward=1.0, backward=1.0, **measured)
+    assert step_of(fitted) == pytest.approx(1.02 * computing_ms)
+    assert fitted.cost == replace(job.cost, step_ms=fitted.cost.step_ms)
 
 
 def test_a_cost_of_every_step_stays_when_devices_slow_down():
