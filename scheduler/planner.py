@@ -78,10 +78,10 @@ def make_plan(
     without any) and every quota, with the groups in the plan's places. A job with
     the action `quotas` and neither `layout` nor `restart` keeps its layout and schedule.
 
-    Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "actions"), but not
-    where the current layout fits and all of its ranks are alive; and `ContractError` for invalid
-    speeds, for a layout of another number of layers, and for one that has to stay and cannot run
-    within `max_in_flight`.
+    Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "actions"),
+    never "memory" where the current layout fits and all of its ranks are alive; and `ContractError`
+    for invalid speeds, for a layout of another number of layers, and for one that has to stay and
+    cannot run within `max_in_flight`.
     """
     current, known = _checked(job, layout, speeds)
     expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)
