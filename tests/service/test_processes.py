@@ -31,7 +31,7 @@ def test_a_worker_and_an_api_that_die_are_replaced(tmp_path: Path):
                 for pid in before.values():
                     os.kill(pid, signal.SIGKILL)
                 eventually(lambda before=before: replaced(before, children(sidecar.pid)))
-        assert_all_applied_once(http, 20)
+        assert_all_applied_once(http, tmp_path, 20)
         assert "process died" in sidecar.tail(1000)
         http.close()
 
@@ -62,7 +62,7 @@ def test_a_worker_and_an_api_that_hang_are_replaced(tmp_path: Path):
         eventually(lambda: replaced(before, children(sidecar.pid)))
         send(http, 0)
         send(http, 1)
-        assert_all_applied_once(http, 2)
+        assert_all_applied_once(http, tmp_path, 2)
         assert "process hangs, killing it" in sidecar.tail(1000)
         http.close()
 
