@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -342,42 +343,53 @@ def _exchanged(found: Arrangement) -> Arrangement:
 def _without_slow_replicas(found: Arrangement) -> Arrangement:
     """Arrangement without replicas that finish last although they run a single microbatch.
 
-    Those that finish after the common level of the others are left out together, or half as many
-    where that does not help, down to the slowest one.
+    Of a small job one after the other, also for a step of equal length: their groups may shorten it
+    in other places. Of a large job as many at once as help.
     """
-    evaluator = found.evaluator
-    count = _too_slow(found)
-    while count and not evaluator.setting.expired():
-        slow = set(_single(found)[:count])
-        rest = [chain for i, chain in enumerate(found.chains) if i not in slow]
-        left = [group for i in sorted(slow) for group in found.chains[i]]
-        smaller = divide(evaluator, rest)
-        longer = insert_spare(evaluator, rest, left, smaller.makespan_ms)
-        best = min(smaller, divide(evaluator, longer), key=lambda option: option.makespan_ms)
-        if _is_less(best, found):
-            found, count = best, _too_slow(best)
-        else:
-            count //= 2
+    setting = found.evaluator.setting
+    is_small = len(setting.table.groups) <= _FEW_GROUPS
+    while not setting.expired() and (single := _single(found)):
+        counts = [1] if is_small else sorted({1, *_last_counts(found, single)})
+        options = [_without(found, single[:count]) for count in counts]
+        option = min(options, key=lambda one: one.makespan_ms)
+        if option.makespan_ms > found.makespan_ms or not (is_small or _is_less(option, found)):
+            break
+        found = option
     return found
 
 
 def _single(found: Arrangement) -> list[int]:
-    """Replicas that run a single microbatch, the slowest first."""
+    """Replicas that run a single microbatch, the slowest first; not all replicas."""
     single = [i for i, quota in enumerate(found.quotas) if quota == 1]
-    return sorted(single, key=lambda i: (-found.evaluator.best(found.chains[i], 1)[1], i))
+    single.sort(key=lambda i: (-found.evaluator.best(found.chains[i], 1)[1], i))
+    return single[: len(found.chains) - 1]
 
 
-def _too_slow(found: Arrangement) -> int:
-    """Number of replicas of `_single` to try to leave out: those that finish after the level that
-    the others then have in common, or the slowest one."""
-    single = _single(found)[: len(found.chains) - 1]
-    ends, rates = found.evaluator.makespans(found.chains, found.quotas)
-    rows = list(zip(ends, rates, found.quotas, strict=True))
-    earned = sum(quota - end / rate for end, rate, quota in rows)
-    inverse = sum(1.0 / rate for _, rate, _ in rows)
-    for count, index in enumerate(single):
-        if ends[index] <= (found.evaluator.setting.microbatches - earned) / inverse:
-            return max(count, 1)
-        end, rate, quota = rows[index]
-        earned, inverse = earned - (quota - end / rate), inverse - 1.0 / rate
-    return len(single)
+def _last_counts(found: Arrangement, single: Sequence[int]) -> list[int]:
+    """Number of the replicas `single` without which the next one no longer finishes last, and the
+    number before it."""
+    evaluator = found.evaluator
+
+    def is_last(count: int) -> bool:
+        if count == len(single):
+            return False
+        rest = _rest(found, single[:count])
+        next_ms = evaluator.best(found.chains[single[count]], 1)[1]
+        return divide(evaluator, rest).makespan_ms <= next_ms * (1 + 1e-9)
+
+    count = bisect_left(range(1, len(single) + 1), True, key=lambda count: not is_last(count)) + 1
+    return [count, max(count - 1, 1)]
+
+
+def _rest(found: Arrangement, slow: Sequence[int]) -> list[Chain]:
+    left_out = set(slow)
+    return [chain for i, chain in enumerate(found.chains) if i not in left_out]
+
+
+def _without(found: Arrangement, slow: Sequence[int]) -> Arrangement:
+    """Arrangement without these replicas, their groups idle or in others."""
+    evaluator, rest = found.evaluator, _rest(found, slow)
+    left = [group for index in sorted(slow) for group in found.chains[index]]
+    smaller = divide(evaluator, rest)
+    longer = insert_spare(evaluator, rest, left, smaller.makespan_ms)
+    return min(smaller, divide(evaluator, longer), key=lambda one: one.makespan_ms)

@@ -546,8 +546,8 @@ def test_many_slow_replicas_are_left_out_within_few_steps_of_the_search():
 
 
 def test_replicas_of_one_microbatch_stay_where_nothing_is_gained_without_them():
-    plan = make_plan(job(dp=8, pp=2, tp=1, layers=4, microbatches=12), {0: 0.0})
-    assert (plan.layout.dp, len(plan.layout.ranks)) == (8, 15)
+    plan = make_plan(job(dp=32, pp=2, tp=1, layers=4, microbatches=48), {0: 0.0})
+    assert (plan.layout.dp, len(plan.layout.ranks)) == (32, 63)
 
 
 def test_a_time_limit_still_gives_a_plan():
