@@ -239,9 +239,10 @@ def _arranged(
         for schedule in request.schedules[1:]:
             best = _better(best, _under(schedule, started) or best)
     exact = _exact(request, setting, len(chains), least=len(chains) if as_many else 1)
-    if exact:
-        is_same = exact.evaluator.setting.schedule is best.evaluator.setting.schedule
-        best = best if is_same and not _is_less(exact, best) else exact
+    if exact and exact.evaluator.setting.schedule is best.evaluator.setting.schedule:
+        best = exact if _is_less(exact, best) else best
+    elif exact:
+        best = _better(exact, best)
     return replace(best, chains=tuple(restore_positions(evaluator, chains, best.chains)))
 
 

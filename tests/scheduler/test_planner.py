@@ -486,14 +486,31 @@ def test_a_running_layout_that_fits_is_kept_where_no_other_does():
         make_plan(one, {1: 0.0})
 
 
-def test_a_replica_is_kept_whole_where_that_is_faster_than_without_it():
-    text = 'name = "tight"\nmodel = "llama-2-7b"\nmicrobatches = 32\ntokens_per_microbatch = 4096\n'
-    one, speeds = parse_job(f"{text}[layout]\ndp = 2\npp = 2\ntp = 4\n"), {0: 0.45}
+def tight(microbatches, pp, tp):
+    """Job of two replicas whose memory is that of its layout."""
+    text = f'name = "tight"\nmodel = "llama-2-7b"\nmicrobatches = {microbatches}\n'
+    text += f"tokens_per_microbatch = 4096\n[layout]\ndp = 2\npp = {pp}\ntp = {tp}\n"
+    one = parse_job(text)
     budget_bytes = int(max(simulate(one, one.layout).peak_bytes.values())) + 1
-    one = replace(one, memory=Memory(budget_bytes=budget_bytes))
+    return replace(one, memory=Memory(budget_bytes=budget_bytes))
+
+
+def test_a_replica_is_kept_whole_where_that_is_faster_than_without_it():
+    one, speeds = tight(16, 4, 2), {0: 0.9}
     plan = make_plan(one, speeds)
     assert plan.layout == one.layout
     assert plan_front(one, speeds)[0].plan.step_ms == plan.step_ms
+
+
+def test_the_best_of_all_arrangements_of_small_jobs_takes_the_place_of_no_better_one():
+    """Here that is one under 1F1B, and eager forwards take four stages of all groups further."""
+    one = tight(32, 2, 4)
+    plan = make_plan(one, {0: 0.45})
+    assert plan.schedule is Schedule.EAGER_1F1B
+    assert (
+        plan.step_ms
+        <= make_plan(replace(one, schedules=(Schedule.ONE_F_ONE_B,)), {0: 0.45}).step_ms
+    )
 
 
 def small(dp, pp, layers, microbatches, **memory):
