@@ -68,8 +68,17 @@ async def dashboard() -> FileResponse:
 
 def mount_assets(app: FastAPI) -> None:
     """Mount the static files of the dashboard and of Swagger UI."""
-    app.mount("/assets/dashboard", StaticFiles(directory=_DASHBOARD), name="dashboard-assets")
-    app.mount("/assets/swagger", StaticFiles(directory=_swagger_folder()), name="swagger")
+    app.mount("/assets/dashboard", _Assets(directory=_DASHBOARD), name="dashboard-assets")
+    app.mount("/assets/swagger", _Assets(directory=_swagger_folder()), name="swagger")
+
+
+class _Assets(StaticFiles):
+    """Static files of which a browser asks each time whether they are still its own."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
 
 
 @cache

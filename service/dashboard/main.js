@@ -33,11 +33,19 @@ function only(id) {
   for (const part of ["token", "empty", "job"]) $(part).hidden = part !== id;
 }
 
+// Name of the job in the address; "" for one that cannot be read.
+function wanted() {
+  try {
+    return decodeURIComponent(location.hash.slice(1));
+  } catch {
+    return "";
+  }
+}
+
 async function loadJobs() {
   const { jobs } = await get("/jobs");
-  const wanted = decodeURIComponent(location.hash.slice(1));
   const names = jobs.map((job) => job.name);
-  const present = [wanted, shown?.name].find((each) => names.includes(each));
+  const present = [wanted(), shown?.name].find((each) => names.includes(each));
   const name = present ?? names.at(-1) ?? null;
   drawJobs($("jobs"), jobs, name);
   if (name !== (shown?.name ?? null)) show(name);

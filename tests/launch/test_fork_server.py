@@ -387,7 +387,7 @@ def test_a_rank_is_signalled_during_an_import(importing: tuple[Ranks, str, Path]
     ranks, key, _ = importing
     ranks.server.signal(key, signal.SIGTERM)
     assert ranks.wait_for(Ended, key).status == -signal.SIGTERM, ranks.logs()
-    next_key, _ = ranks.start(ranks.script("time.sleep(1000)"))
+    next_key, _ = ranks.start(ranks.script("import time\ntime.sleep(1000)"))
     ranks.server.signal(next_key, signal.SIGKILL)
     (ranks.folder / "go").touch()
     assert ranks.wait_for(Ended, next_key).status == -signal.SIGKILL, ranks.logs()

@@ -374,6 +374,7 @@ def test_nothing_is_loaded_from_the_net(http: Http):
         assert b"https://" not in page.data
     script = http("GET", "/assets/swagger/swagger-ui-bundle.js")
     assert script.status == 200
+    assert script.headers["Cache-Control"] == "no-cache"  # those of a newer version are taken
     assert len(script.data) > 100_000
     paths = http.get("/openapi.json")["paths"]
     assert {"/v1/jobs/{job}/telemetry", "/v1/jobs/{job}/plan", "/v1/healthz"} <= set(paths)

@@ -90,7 +90,7 @@ def watchers(http: Http) -> int:
 
 
 def test_a_job_is_followed_live(http: Http, browser: webdriver.Chrome):
-    browser.get(http.url)
+    browser.get(f"{http.url}#%")  # an address that cannot be read names no job
     eventually(lambda: "No job yet" in text(browser, "#empty"))
     http.register(job_of("live"))
     eventually(lambda: "live" in text(browser, "#jobs"))
