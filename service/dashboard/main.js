@@ -54,6 +54,7 @@ async function loadJobs() {
 
 // name       of the job
 // data       what is drawn; null before the first answer
+// text       all of it but the steps before the last, to see a change
 // stream     state of its event stream: waiting, live or away
 // isBusy     whether a refresh is in flight, or has been until just now
 // isDue      whether another one was asked for meanwhile
@@ -64,7 +65,9 @@ function show(name) {
   $("log").replaceChildren();
   shown = null;
   if (name === null) return;
-  const view = { name, data: null, stream: "waiting", isBusy: false, isDue: false, hasFailed: false };
+  const view = {
+    name, data: null, text: "", stream: "waiting", isBusy: false, isDue: false, hasFailed: false,
+  };
   const path = `/jobs/${encodeURIComponent(name)}/events?replay=true`;
   const changed = (state) => {
     view.stream = state;
@@ -110,8 +113,11 @@ async function load(view) {
   const version = job.rollout?.active ?? job.plan.version;
   const active = job.plan.version === version ? job.plan : await get(`${path}/plan/${version}`);
   if (view !== shown) return;
-  view.data = { job, active, verdicts, links, diagnosis, reactions, steps };
+  const text = JSON.stringify([job, active, verdicts, links, diagnosis, reactions, steps.at(-1)]);
   only("job");
+  if (text === view.text) return; // so that marked text and tips stay
+  view.data = { job, active, verdicts, links, diagnosis, reactions, steps };
+  view.text = text;
   draw(view);
 }
 
@@ -145,11 +151,10 @@ function take(view, event) {
   attempt(() => refresh(view));
 }
 
+// Not all that changes is an event: a diagnosis follows some time behind the steps.
 async function update() {
   await loadJobs();
-  if (shown && ($("job").hidden || !shown.data || shown.hasFailed || shown.stream !== "live")) {
-    await refresh(shown);
-  }
+  if (shown) await refresh(shown);
 }
 
 async function attempt(work) {

@@ -139,6 +139,19 @@ def test_a_job_is_followed_although_its_first_request_failed(http: Http, browser
     eventually(lambda: "Rank 6 reported stopped" in text(browser, "#log"))
 
 
+def test_what_changes_without_an_event_is_shown(http: Http, browser: webdriver.Chrome):
+    """As the diagnosis of a job's last steps."""
+    http.register(job_of("quiet"))
+    later = """real(url, options).then((answer) => answer.json()).then((told) => new Response(
+        JSON.stringify(Date.now() > window.laterMs ? { ...told, steps: 9, root_cause: "host" } : told)
+    ))"""
+    with before_the_page(browser, answering("/diagnosis", later)):
+        browser.get(f"{http.url}#quiet")
+    eventually(lambda: "not enough steps yet" in text(browser, "#facts"))
+    browser.execute_script("window.laterMs = Date.now() + 2000")  # reads of the events are over
+    eventually(lambda: "\nhost\n" in text(browser, "#facts"))
+
+
 def test_panels_go_on_without_a_stream_and_the_page_says_so(http: Http, browser: webdriver.Chrome):
     http.register(job_of("refused"))
     with before_the_page(
