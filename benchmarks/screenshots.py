@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from resihp.client import Client
-from resihp.contracts import Job, Layout, ModelShape, Status
+from resihp.contracts import Cause, Job, Layout, ModelShape, Status
 from resihp.contracts.codec import WireFormat, encode
 from resihp.testing.scenarios import Fault, steps_of
 from service.launch import Sidecar
@@ -46,7 +46,8 @@ def main() -> None:
 
 
 def feed(client: Client) -> None:
-    """Send the records of a job until its slow rank is named and a plan is there."""
+    """Send the records of a job until its slow rank is named, also as the cause of lost time, and a
+    plan is there."""
     job = Job(
         name="llama-7b",
         layout=Layout.grid(dp=2, pp=4, tp=2, layers=32, units=8),
@@ -68,7 +69,8 @@ def feed(client: Client) -> None:
 
 
 def _named(client: Client, job: str) -> bool:
-    return any(verdict.status is Status.FAIL_SLOW for verdict in client.verdicts(job))
+    is_named = any(verdict.status is Status.FAIL_SLOW for verdict in client.verdicts(job))
+    return is_named and client.diagnosis(job).root_cause is Cause.DEVICE
 
 
 def take(url: str, theme: str, folder: Path, path: Path) -> None:

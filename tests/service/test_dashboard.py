@@ -142,9 +142,10 @@ def test_a_job_is_followed_although_its_first_request_failed(http: Http, browser
 def test_what_changes_without_an_event_is_shown(http: Http, browser: webdriver.Chrome):
     """As the diagnosis of a job's last steps."""
     http.register(job_of("quiet"))
-    later = """real(url, options).then((answer) => answer.json()).then((told) => new Response(
-        JSON.stringify(Date.now() > window.laterMs ? { ...told, steps: 9, root_cause: "host" } : told)
-    ))"""
+    later = """real(url, options).then((answer) => answer.json()).then((told) => {
+        if (Date.now() > window.laterMs) Object.assign(told, { steps: 9, root_cause: "host" });
+        return new Response(JSON.stringify(told));
+    })"""
     with before_the_page(browser, answering("/diagnosis", later)):
         browser.get(f"{http.url}#quiet")
     eventually(lambda: "not enough steps yet" in text(browser, "#facts"))
