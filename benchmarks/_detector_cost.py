@@ -50,6 +50,27 @@ class TreesAlone:
         return times
 
 
+class ScikitTrees:
+    """The gradient boosting of scikit-learn on the log of the time."""
+
+    def fit(self, features: np.ndarray, times: np.ndarray) -> ScikitTrees:
+        """Learns the log of the time."""
+        from sklearn.ensemble import HistGradientBoostingRegressor
+        from threadpoolctl import threadpool_limits
+
+        with threadpool_limits(1):
+            self.trees_ = HistGradientBoostingRegressor(random_state=0).fit(features, np.log(times))
+        return self
+
+    def predict(self, features: np.ndarray) -> np.ndarray:
+        """Times in ms."""
+        from threadpoolctl import threadpool_limits
+
+        with threadpool_limits(1):
+            times: np.ndarray = np.exp(self.trees_.predict(features))
+        return times
+
+
 def predictor_rows(train_steps: int = 75) -> list[list[str]]:
     """Error of each model within the trained lengths and beyond (four times longer)."""
     # A job's documents are new: other seeds, other packings.
@@ -64,6 +85,7 @@ def error_rows(learned: Rows, within: Rows, beyond: Rows) -> list[list[str]]:
     for name, model in (
         ("analytic cost", AnalyticCost()),
         ("LightGBM alone", TreesAlone()),
+        ("scikit-learn alone", ScikitTrees()),
         ("predictor (both)", Predictor()),
     ):
         start = time.perf_counter()

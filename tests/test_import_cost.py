@@ -48,3 +48,24 @@ def test_the_command_names_what_is_not_installed():
     assert done.returncode == 1
     assert done.stderr.startswith("resihp: typer is not installed")
     assert "resihp[cli]" in done.stderr
+
+
+FITS = """
+import sys
+from detector import Predictor
+import numpy as np
+rng = np.random.default_rng(0)
+rows = np.stack([*rng.integers(100, 4000, (4, 4000)), *np.ones((4, 4000))], axis=1)
+fitted = Predictor().fit_correction(rows, np.log(rows[:, 0]) + rng.normal(0, 0.01, 4000))
+assert fitted.booster_ is not None
+print(*sorted({"lightgbm", "sklearn", "pandas", "pyarrow"} & sys.modules.keys()))
+import lightgbm
+print(lightgbm.LGBMRegressor(n_estimators=2, verbosity=-1).fit(rows, rows[:, 0]).n_features_)
+"""
+
+
+def test_a_predictor_loads_lightgbm_alone_and_leaves_a_whole_one_to_the_program():
+    command = [sys.executable, "-W", "ignore", "-c", FITS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["", "8"]

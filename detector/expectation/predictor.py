@@ -21,6 +21,7 @@ from resihp.contracts import ContractError
 from ..arrays import Bools, Floats, Ints, group_median, mad_sigma
 from ..persistence import Persistent, State, pack, unpack
 from ..settings import DetectorSettings
+from .lightgbm_alone import lightgbm
 from .regression import CellRegression
 
 FEATURES = ("tokens", "sequences", "sum_sq_len", "max_len", "backward", "layers", "share", "head")
@@ -175,23 +176,22 @@ class Predictor:
         return self
 
     def _train(self, trees: Floats, target: Floats) -> Any:
-        import lightgbm
-
-        model = lightgbm.LGBMRegressor(
-            n_estimators=self.trees,
-            num_leaves=self.leaves,
-            learning_rate=self.learning_rate,
-            min_child_samples=self.min_leaf,
-            reg_lambda=5.0,
-            max_bin=127,
-            monotone_constraints=list(_MONOTONE),
-            random_state=self.seed,
-            n_jobs=1,
-            deterministic=True,
-            force_row_wise=True,
-            verbosity=-1,
-        )
-        return model.fit(trees, target).booster_
+        parameters = {
+            "objective": "regression",
+            "num_leaves": self.leaves,
+            "learning_rate": self.learning_rate,
+            "min_data_in_leaf": self.min_leaf,
+            "lambda_l2": 5.0,
+            "max_bin": 127,
+            "monotone_constraints": list(_MONOTONE),
+            "seed": self.seed,
+            "num_threads": 1,
+            "deterministic": True,
+            "force_row_wise": True,
+            "verbosity": -1,
+        }
+        data = lightgbm().Dataset(trees, target)
+        return lightgbm().train(parameters, data, num_boost_round=self.trees)
 
     def predict(self, features: Floats) -> Floats:
         """Expected times in ms, shape (records,). Raises `ContractError` after `fit_correction`, as
@@ -264,11 +264,9 @@ def _booster(model: object) -> Any:
     """The trees of a saved predictor; None where it has none."""
     if model is None:
         return None
-    import lightgbm
-
     try:
-        return lightgbm.Booster(model_str=str(model))
-    except lightgbm.basic.LightGBMError as error:
+        return lightgbm().Booster(model_str=str(model))
+    except lightgbm().basic.LightGBMError as error:
         raise ContractError("predictor", f"has trees that cannot be read: {error}") from None
 
 
