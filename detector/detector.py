@@ -255,7 +255,7 @@ class Detector(Persistent):
             explained += self._processes.beat(
                 ranks, heartbeat, now, self._layout_state.status_table
             )
-            for rank in ranks:
+            for rank in ranks if self._notes else ():
                 self._revive(rank, replaced=self._processes.is_successor(rank, heartbeat))
         causes = self._verdicts_at(self._positions(explained))
         changed = {verdict.rank: verdict for verdict in (*failed, *self._changed(before), *causes)}

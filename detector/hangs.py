@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from resihp.contracts import Heartbeat, Op, TrainingPosition
@@ -110,8 +110,7 @@ class Hangs:
         hang = self.by_rank.get(rank)
         if hang is None:
             return None
-        place = replace(hang.position, for_s=0.0)
-        return self.named, place, hang.stack, hang.collective, self.waiting
+        return self.named, hang.position.place, hang.stack, hang.collective, self.waiting
 
 
 @dataclass(slots=True)
@@ -153,7 +152,7 @@ class HangTracker(Persistent):
         self._first_steps.setdefault(rank, position.step)
         since_s = now - position.for_s
         known = self._stays.get(rank)
-        if known is not None and replace(known.position, for_s=position.for_s) == position:
+        if known is not None and known.position.place == position.place:
             known.position, known.since_s = position, min(since_s, known.since_s)
         else:
             self.moved(rank, now - position.for_s)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Self, TypeVar
 
 from ._numbers import make_plain, number, whole_number, whole_numbers
 from .sensors import SensorSample
 from .telemetry import Op
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,11 @@ class TrainingPosition:
         make_plain(self, whole_number, "step", "passes", least=0)
         make_plain(self, whole_number, "microbatch", least=-1)
         make_plain(self, number, "for_s", least=0.0)
+
+    @property
+    def place(self) -> tuple[int, int, Op | None, bool, int]:
+        """The position without the time since it."""
+        return self.step, self.microbatch, self.op, self.waiting, self.passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +75,34 @@ class Heartbeat:
         make_plain(self, whole_numbers, "ranks", least=0)
         make_plain(self, whole_number, "sequence", least=0)
         make_plain(self, whole_number, "step", optional=True)
+
+    @classmethod
+    def from_checked(cls, document: Mapping[str, Any]) -> Self:
+        """Make the heartbeat in a JSON object that the sidecar's API has checked: a worker takes
+        many thousands in a second, and checks no field once more."""
+        made = dict(document)
+        made["ranks"] = tuple(made["ranks"])
+        made["stack"] = tuple(made.get("stack", ()))
+        if (position := made.get("position")) is not None:
+            op = position.get("op")
+            place = position if op is None else position | {"op": Op(op)}
+            made["position"] = _unchecked(TrainingPosition, place)
+        if (sensors := made.get("sensors")) is not None:
+            made["sensors"] = _unchecked(SensorSample, sensors)
+        return _unchecked(cls, made)
+
+
+def _unchecked(kind: type[T], given: Mapping[str, Any]) -> T:
+    made = object.__new__(kind)
+    vars(made).update(_DEFAULTS[kind])
+    vars(made).update(given)
+    return made
+
+
+_DEFAULTS: dict[type, dict[str, Any]] = {
+    kind: {
+        field.name: None if field.default is MISSING else field.default for field in fields(kind)
+    }
+    for kind in (TrainingPosition, SensorSample, Heartbeat)
+}
+"""Default by field in the order of the fields; None where it has to be given."""

@@ -16,12 +16,9 @@ from resihp.contracts import (
     Heartbeat,
     Job,
     LinkVerdict,
-    Op,
     Plan,
-    SensorSample,
     Status,
     TelemetryBatch,
-    TrainingPosition,
     Verdict,
     from_json,
     to_json,
@@ -62,18 +59,7 @@ class JobMessage:
     def heartbeats(self) -> list[Heartbeat]:
         """The heartbeats in a message of that kind. The API has checked them: they are not checked
         field by field once more."""
-        return [_heartbeat(document) for document in self.document()["heartbeats"]]
-
-
-def _heartbeat(document: dict[str, Any]) -> Heartbeat:
-    made = document | {"ranks": tuple(document["ranks"]), "stack": tuple(document.get("stack", ()))}
-    if (position := document.get("position")) is not None:
-        op = position.get("op")
-        place = position if op is None else position | {"op": Op(op)}
-        made["position"] = TrainingPosition(**place)
-    if (sensors := document.get("sensors")) is not None:
-        made["sensors"] = SensorSample(**sensors)
-    return Heartbeat(**made)
+        return [Heartbeat.from_checked(document) for document in self.document()["heartbeats"]]
 
 
 @dataclass

@@ -138,10 +138,13 @@ class WorkerStore:
             return None
         return Lease(job, token, generation)
 
-    def renew(self, lease: Lease, *, ttl_s: float) -> bool:
-        """Extend a lease, or release it with 0 s; False if it was lost."""
-        key = JobKeys(lease.job).lease
-        return bool(self._renew(keys=[key], args=[lease.token, int(ttl_s * 1e3)]))
+    def renew(self, *leases: Lease, ttl_s: float) -> bool:
+        """Extend leases, or release them with 0 s; False if one was lost."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for lease in leases:
+                args: list[bytes | int] = [lease.token, int(ttl_s * 1e3)]
+                self._renew(keys=[JobKeys(lease.job).lease], args=args, client=pipe)
+            return all(pipe.execute())
 
     def load(self, job: str) -> tuple[Job, Plan, dict[str, bytes]] | None:
         """A job, its plan 0 and its saved state (empty if never saved); None if deleted."""

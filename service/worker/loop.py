@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import redis
@@ -286,11 +287,9 @@ class Worker:
         while not stop.wait(self._settings.lease_s / 3):
             if self.hangs:
                 continue
-            for owned in list(self._owned.values()):
-                try:
-                    self._store.renew(owned.lease, ttl_s=self._settings.lease_s)
-                except redis.RedisError:
-                    break
+            leases = [owned.lease for owned in list(self._owned.values())]
+            with suppress(redis.RedisError):
+                self._store.renew(*leases, ttl_s=self._settings.lease_s)
 
     def _leave(self) -> None:
         deadline_s = time.monotonic() + _LEAVE_S
