@@ -47,7 +47,11 @@ _FOLDERS_OF_LIBRARIES = {"site-packages", "dist-packages"}
 
 
 def top_level_imports(command: Command) -> list[str]:
-    """List the modules that a script imports at its top level, in their order."""
+    """List the modules that a script imports at its top level, in their order.
+
+    Those after its first statement that may change the process are left out: settings and the path
+    may decide what is imported, and how.
+    """
     try:
         if command.kind == "program":
             return []
@@ -63,7 +67,21 @@ def top_level_imports(command: Command) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.append(node.module)
             found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif _may_change_the_process(node):
+            break
     return list(dict.fromkeys(found))
+
+
+def _may_change_the_process(statement: ast.stmt) -> bool:
+    """True if a statement calls more than clocks, or sets more than names; definitions do not."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return False
+    return any(
+        (isinstance(node, ast.Call) and not ast.unparse(node.func).startswith("time."))
+        or (isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load))
+        or isinstance(node, ast.With)
+        for node in ast.walk(statement)
+    )
 
 
 def can_be_preloaded(name: str) -> bool:

@@ -434,6 +434,31 @@ def test_imports_of_a_script(tmp_path: Path) -> None:
     assert top_level_imports(Command("program", "program")) == []
 
 
+@pytest.mark.parametrize(
+    ("between", "is_reached"),
+    [
+        ("os.environ['LIB_HOME'] = '/lib'", False),
+        ("os.environ |= {'LIB_HOME': '/lib'}", False),
+        ("sys.path.insert(0, '/lib')", False),
+        ("a.flag = True", False),
+        ("del os.environ['LIB_HOME']", False),
+        ("x = a.configure()", False),
+        ("if True:\n    os.environ['LIB_HOME'] = '/lib'", False),
+        ("with a.settings:\n    pass", False),
+        ("'A text.'\nSIZE: int = 2 * 3\nx, y = SIZE, a.z", True),
+        ("try:\n    import c\nexcept ImportError:\n    c = None", True),
+        ("BEGUN = time.time()", True),
+        ("def f():\n    a.configure()\nclass C:\n    def g(self):\n        self.x = 1", True),
+    ],
+)
+def test_imports_after_a_change_of_the_process_are_left_to_the_ranks(
+    tmp_path: Path, between: str, is_reached: bool
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(f"import a\n{between}\nimport lib\n")
+    assert top_level_imports(Command(str(path), "script")) == ["a"] + ["lib"] * is_reached
+
+
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """So do processes that a program has started."""
     launcher = (
