@@ -36,6 +36,11 @@ _PRELOADED = ("torch", "torch.distributed", "torch._dynamo")  # the first update
 _EVENT_BYTES = 1 << 10
 _MOST_DESCRIPTORS = 3
 _CLOSE_S = 1.0
+_OF_OTHERS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+"""Signals that a cluster's manager may send to all processes of a job, for ranks to end well."""
 _PR_SET_PDEATHSIG = 1
 _PACKAGES = Path(__file__).parents[2]
 _START = """\
@@ -184,6 +189,7 @@ class _Server:
 
     While it imports a module of the script, a second thread notes the ends of ranks, passes signals
     on and ends the process with the launcher. What would fork waits for the end of the import.
+    Signals to all processes of the job do not end it, as it takes its children along.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -195,6 +201,7 @@ class _Server:
         self._trial: tuple[int, str] | None = None  # the child that imports a module, and its name
         self._accepted: str | None = None  # module whose trial has succeeded
         self._held: list[tuple[dict[str, Any], list[int]]] = []  # messages that came meanwhile
+        self._handlers: dict[int, Any] = {}  # of the children
         self._signals, self._wakeup = socket.socketpair()
         for end in (self._signals, self._wakeup):
             end.setblocking(False)
@@ -204,6 +211,7 @@ class _Server:
         gc.disable()  # a fifth of an import's time, and what is imported stays
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._handlers = {each: signal.signal(each, signal.SIG_IGN) for each in _OF_OTHERS}
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._signals, selectors.EVENT_READ)
@@ -289,10 +297,8 @@ class _Server:
                 os.kill(pid, message["signal"])
 
     def _fork(self, message: dict[str, Any], descriptors: list[int]) -> _Task | None:
-        server = os.getpid()
         gc.freeze()  # the ranks need not look through what is here, nor copy its pages for that
-        pid = os.fork()
-        if pid:
+        if pid := self._forked():
             for descriptor in descriptors:
                 os.close(descriptor)
             self._keys[pid] = message["start"]
@@ -300,10 +306,19 @@ class _Server:
                 self._programs.add(pid)
             self._tell({"key": message["start"], "pid": pid})
             return None
-        self._leave(server)
         gc.enable()
         command = Command(**message["command"])
         return _Task(command, message["variables"], descriptors)
+
+    def _forked(self) -> int:
+        """Fork; returns 0 in the child, a process of its own that has missed no signal."""
+        server, mask = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, _OF_OTHERS)
+        try:
+            if not (pid := os.fork()):
+                self._leave(server)
+            return pid
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _leave(self, server: int) -> None:
         """Turn this forked child into a process of its own that ends with the server."""
@@ -311,6 +326,8 @@ class _Server:
         end_with(server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         for end in (self._control, self._signals, self._wakeup):
             end.close()
         for _, descriptors in self._held:  # streams of other ranks
@@ -356,9 +373,8 @@ class _Server:
             name = self._to_import.pop(0)
             if name in sys.modules:
                 continue
-            server, pid = os.getpid(), os.fork()
+            pid = self._forked()
             if pid == 0:
-                self._leave(server)
                 os.nice(10)
                 os._exit(0 if can_be_preloaded(name) else 1)
             self._trial = (pid, name)

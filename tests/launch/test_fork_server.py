@@ -273,6 +273,35 @@ def test_a_program_shares_its_signals_as_a_shell_passes_none_on(ranks: Ranks) ->
     until(lambda: not is_running(int(told.read_text())))
 
 
+TO_ALL = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+
+
+def test_a_signal_to_all_processes_ends_the_ranks_alone(tmp_path: Path) -> None:
+    """They end as they do without the process that forks, which would take them along."""
+    ranks = Ranks(tmp_path)
+    try:
+        command = ranks.script(
+            "import signal\n"
+            f"handlers = [signal.getsignal(getattr(signal, name)) for name in {TO_ALL}]\n"
+            "blocked = len(signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+            "tell(handlers=[str(each) for each in handlers], blocked=blocked)\n"
+            "import time\n"
+            "while True:\n    time.sleep(0.02)\n"
+        )
+        key, told = ranks.start(command)
+        until(lambda: told.exists() and told.read_text() != "")
+        of_python = [str(signal.getsignal(getattr(signal, name))) for name in TO_ALL]
+        assert json.loads(told.read_text()) == {"handlers": of_python, "blocked": 0}
+        for name in TO_ALL:
+            os.kill(ranks.server._process.pid, getattr(signal, name))
+        ranks.server.signal(key, signal.SIGTERM)
+        assert ranks.wait_for(Ended, key).status == 7, ranks.logs()
+        assert ranks.server.is_alive
+    finally:
+        ranks.server.close()
+
+
 def until(check: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not check():
