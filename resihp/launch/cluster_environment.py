@@ -7,6 +7,7 @@ JobSet. Kubeflow's and torchrun's own variables (`PET_NNODES`, ...) are defaults
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,10 +33,13 @@ class NodePlacement:
     run: str | None = None
 
 
-def node_placement(environment: Mapping[str, str], host_name: str) -> NodePlacement | None:
+def node_placement(
+    environment: Mapping[str, str], host_name: str | None = None
+) -> NodePlacement | None:
     """Return the place of this launcher; None outside of Slurm's steps and of indexed Jobs.
 
-    host_name  full name of this host, as `socket.getfqdn` returns it
+    host_name  full name of this host; None: asked for where it is needed, as a name server may be
+               slow
 
     Raises `ValueError` where several launchers of one node were started.
 
@@ -45,7 +49,7 @@ def node_placement(environment: Mapping[str, str], host_name: str) -> NodePlacem
     if "SLURM_STEP_ID" in environment and "SLURM_NODEID" in environment:
         return _of_slurm(environment)
     if environment.get("JOB_COMPLETION_INDEX", "").isdigit():
-        return _of_indexed_job(environment["JOB_COMPLETION_INDEX"], host_name)
+        return _of_indexed_job(environment["JOB_COMPLETION_INDEX"], host_name or socket.getfqdn())
     return None
 
 

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import shutil
-import socket
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -190,7 +189,7 @@ def _place(given: argparse.Namespace) -> None:
     """Fill in what the command line leaves out: from the cluster's environment, else the defaults
     of one node. An option for the store's address also says that nodes are placed by hand."""
     by_hand = given.standalone or given.join or given.node_rank or given.master_addr
-    placement = None if by_hand else node_placement(os.environ, socket.getfqdn())
+    placement = None if by_hand else node_placement(os.environ)
     if placement is not None:
         nodes = placement.nodes if given.nnodes is None else given.nnodes
         if nodes is not None and str(nodes) != "1":

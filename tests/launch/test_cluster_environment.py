@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 
 import pytest
 
-from resihp.launch import options as options_module
 from resihp.launch.cluster_environment import NodePlacement, first_host, node_placement
 from resihp.launch.options import Options
 
@@ -30,7 +30,7 @@ def set_variables(monkeypatch: pytest.MonkeyPatch) -> SetVariables:
     for name in os.environ:
         if name.startswith(("PET_", "SLURM_", "JOB_COMPLETION_INDEX")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(options_module.socket, "getfqdn", lambda: "train-1.workers.ns.svc")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "train-1.workers.ns.svc")
 
     def set_all(**values: str) -> None:
         for name, value in values.items():
@@ -77,6 +77,15 @@ def test_what_the_command_line_says_is_done(set_variables: SetVariables) -> None
     assert parsed("--nnodes 1 train.py").node == 0
     set_variables(PET_NODE_RANK="3", PET_NNODES="5")
     assert parsed("--master-addr h train.py").node == 3
+
+
+@pytest.mark.parametrize("variables", [{}, SLURM])
+def test_no_name_server_is_asked_for_what_only_a_pod_needs(
+    set_variables: SetVariables, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    set_variables(**variables)
+    monkeypatch.setattr(socket, "getfqdn", lambda: pytest.fail("the name server is asked"))
+    assert parsed("train.py").node == int(variables.get("SLURM_NODEID", "0"))
 
 
 def test_a_batch_script_and_a_single_node_start_one_launcher(set_variables: SetVariables) -> None:
