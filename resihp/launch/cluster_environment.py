@@ -2,6 +2,7 @@
 
 Each starts one launcher a node: `srun --ntasks-per-node=1 resihp run ...`, an indexed Job, a
 JobSet. Kubeflow's and torchrun's own variables (`PET_NNODES`, ...) are defaults of the options.
+Elsewhere the store's address tells which launcher is that of node 0.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 _FIRST_PORT, _PORTS = 20_000, 10_000
 """Range of the ports of stores: jobs that share nodes get different ones by their number."""
@@ -51,6 +53,28 @@ def node_placement(
     if environment.get("JOB_COMPLETION_INDEX", "").isdigit():
         return _of_indexed_job(environment["JOB_COMPLETION_INDEX"], host_name or socket.getfqdn())
     return None
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a name or an address is one of this machine; False if nobody knows it.
+
+    >>> is_this_machine("127.0.0.1"), is_this_machine("192.0.2.1")
+    (True, False)
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: tuple[Any, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def first_host(node_list: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from .cluster_environment import node_placement
+from .cluster_environment import is_this_machine, node_placement
 
 _log = logging.getLogger("resihp.launch")
 
@@ -99,7 +99,7 @@ class Options:
 
     nodes         launchers of the job, one a node; further ones are standbys
     least_nodes   nodes with which the job begins and goes on
-    node          index of this one; node 0 hosts the store
+    node          index of this one; node 0 hosts the store, others may have one in common
     processes     ranks of this node
     least         ranks with which this node goes on when devices fail
     host, port    of the store; port 0: a free one
@@ -198,12 +198,12 @@ def _place(given: argparse.Namespace) -> None:
             if not given.rdzv_endpoint and placement.host:
                 given.rdzv_endpoint = placement.host
                 given.master_port = given.master_port or placement.port
-    given.nnodes, given.node_rank = given.nnodes or "1", given.node_rank or "0"
+    given.nnodes = given.nnodes or "1"
 
 
 def _options(given: argparse.Namespace) -> Options:
     least_nodes, nodes = _range_of("--nnodes", given.nnodes, lambda most: most)
-    node = _number("--node-rank", given.node_rank, least=0)
+    node = _number("--node-rank", given.node_rank or "0", least=0)
     if node >= nodes and least_nodes == nodes == 1:
         raise ValueError(f"--node-rank {node} must be below --nnodes {nodes}")
     endpoint = f"{given.master_addr}:{given.master_port or ''}" if given.master_addr else ""
@@ -221,6 +221,10 @@ def _options(given: argparse.Namespace) -> Options:
         port = str(given.master_port or (DEFAULT_PORT if nodes > 1 or given.join else 0))
     if given.standalone:
         host, port = "127.0.0.1", "0"
+    host = host.strip("[]")
+    if nodes > 1 and not (given.node_rank or given.join or store_url or is_this_machine(host)):
+        _log.info("no --node-rank, and %s is no address of this machine: it is not node 0", host)
+        node = 1  # nodes that have one in common are ordered by arrival
     if node and int(port) == 0:
         raise ValueError("several nodes need the port of the store: --rdzv-endpoint HOST:PORT")
     least, processes = _range_of("--nproc-per-node", given.nproc_per_node, _processes)
@@ -233,7 +237,7 @@ def _options(given: argparse.Namespace) -> Options:
         node=node,
         processes=processes,
         least=least,
-        host=host.strip("[]"),
+        host=host,
         port=_number("port", port, least=0),
         store_url=store_url,
         run=given.rdzv_id or "none",
@@ -360,7 +364,11 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks of this node: a number, gpu, cpu or auto; "
         "MIN:MAX to restart with fewer when a device fails",
     )
-    add("--node-rank", help="index of this node; default by Slurm or by Kubernetes, else 0")
+    add(
+        "--node-rank",
+        help="index of this node; default by Slurm or by Kubernetes, else 0 where the store's "
+        "address is one of this machine",
+    )
     add(
         "--rdzv-endpoint",
         help="HOST:PORT of the store, which node 0 hosts; or redis://HOST:PORT/DB, which the loss "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,23 @@ def test_several_nodes() -> None:
     assert spare.heartbeat.total_seconds() == 2.5
     assert parsed("--nnodes 2 --rdzv-endpoint [::1] t.py").port == 29500
     assert parsed("--nnodes 2 --rdzv-endpoint [::1]:5 t.py").host == "::1"
+
+
+@pytest.mark.parametrize(
+    ("line", "node"),
+    [
+        ("--nnodes 2 --rdzv-endpoint 127.0.0.1:29500", 0),
+        (f"--nnodes 2 --rdzv-endpoint {socket.gethostname()}:29500", 0),
+        ("--nnodes 2 --rdzv-endpoint 192.0.2.1:29500", 1),
+        ("--nnodes 1:4 --master-addr no-such-host.invalid", 1),
+        ("--nnodes 2 --rdzv-endpoint 192.0.2.1:29500 --node-rank 0", 0),
+        ("--nnodes 2 --rdzv-endpoint redis://192.0.2.1", 0),  # where all may decide
+        ("--nnodes 1 --master-addr 192.0.2.1", 0),
+    ],
+)
+def test_node_0_is_where_the_store_is_to_be(line: str, node: int) -> None:
+    """As with torchrun, one command line does for all nodes."""
+    assert parsed(f"{line} --rdzv-backend c10d --rdzv-id x t.py").node == node
 
 
 def test_defaults_stand_in_variables_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
