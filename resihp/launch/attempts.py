@@ -21,6 +21,18 @@ from .restart_policy import Failure
 
 
 @dataclass(frozen=True)
+class JobIdentity:
+    """Job that a store is of, which its host writes first.
+
+    run      identity of the job
+    version  of ResiHP, whose launchers read these documents
+    """
+
+    run: str
+    version: str
+
+
+@dataclass(frozen=True)
 class NodeOffer:
     """Ranks that a launcher can start in the next attempt.
 

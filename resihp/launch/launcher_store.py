@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from resihp.contracts import from_json, to_json
 
-from .attempts import Attempt, AttemptEnd, JobEnd, NodeOffer
+from .attempts import Attempt, AttemptEnd, JobEnd, JobIdentity, NodeOffer
 from .restart_policy import Failure
 
 T = TypeVar("T")
+_JOB = "job"
 _NEWEST = "attempt"
 _LAUNCHERS = "launchers"
 _COORDINATOR = "coordinator"
@@ -22,7 +23,7 @@ _FAILURES = "failures"
 
 
 class LauncherStore:
-    """Typed access to one connection; every request is answered at once.
+    """Typed access to one connection; every request but `job` is answered at once.
 
     Keeps what it has written and read, for a store that loses its data. Raises
     `torch.distributed.DistError` if the store is gone.
@@ -49,6 +50,14 @@ class LauncherStore:
             self._append_offer(line)
         for key, value in list(self._kept.items()):
             self._store.compare_set(key, "", value)
+
+    def identify(self, job: JobIdentity) -> JobIdentity:
+        """Write whose store this is, unless that is written; returns what is."""
+        return _identity(self._set_first(_JOB, json.dumps(to_json(job))))
+
+    def job(self) -> JobIdentity:
+        """Return whose store this is. Waits for its host, within the connection's time-out."""
+        return _identity(self._store.get(_JOB).decode())
 
     def coordinator(self) -> str:
         """Launcher that decides about attempts; "" before there is one."""
@@ -177,3 +186,7 @@ class LauncherStore:
 
     def _append_offer(self, line: str) -> None:
         self._store.append(_LAUNCHERS, line + "\n")  # type: ignore[attr-defined]
+
+
+def _identity(text: str) -> JobIdentity:
+    return from_json(JobIdentity, json.loads(text), skip_unknown=True)

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from resihp import __version__
 from resihp._preemption import PreemptionNotice
 from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import keys
@@ -27,11 +28,11 @@ from resihp.elastic.rendezvous.store import (
     host_store,
 )
 
-from .attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer
+from .attempts import Attempt, AttemptEnd, EndKind, JobEnd, JobIdentity, NodeOffer
 from .coordinator import AttemptCoordinator
 from .heartbeats import LauncherHeartbeats
 from .launcher_store import LauncherStore
-from .options import Options
+from .options import NO_RUN, Options
 from .restart_plans import RestartPlanPoller
 
 _log = logging.getLogger("resihp.launch")
@@ -76,6 +77,7 @@ class Nodes:
         if options.outlives_nodes:
             self._forget_failed_run(LauncherStore(opened))
         self._store = LauncherStore(opened)  # keeps nothing of the run before
+        self._options = options = replace(options, run=self._agreed_run())
         self._heartbeats: LauncherHeartbeats | None = None
         if options.nodes > 1 or options.outlives_nodes:
             self._heartbeats = LauncherHeartbeats(
@@ -87,6 +89,11 @@ class Nodes:
         self._recovering: set[int] = set()
         self._gone_since_s = inf
         _log.info("store at %s:%d, of %d nodes", options.host, self._port, options.nodes)
+
+    @property
+    def run(self) -> str:
+        """Identity of the job."""
+        return self._options.run
 
     @property
     def is_coordinator(self) -> bool:
@@ -243,6 +250,27 @@ class Nodes:
             return open_redis(options.store_url, options.run, options.heartbeat, on_wait)
         store = connect_store(options.host, self._port, options.connect)
         return dist.PrefixStore("resihp-run", store)
+
+    def _agreed_run(self) -> str:
+        """Identity of the job, which a launcher without one takes from the store.
+
+        Raises `JobStoppedError` where the store is of another job, or of another version.
+        """
+        options, own = self._options, JobIdentity(self._options.run, __version__)
+        where = f"{options.host}:{self._port}"
+        if options.outlives_nodes or not (options.node or options.joins):
+            found = self._store.identify(own)
+        else:
+            try:
+                found = self._store.job()
+            except dist.DistError as error:
+                raise JobStoppedError(f"no launcher has said whose store {where} is") from error
+        if own.run not in (found.run, NO_RUN):
+            raise JobStoppedError(f"{where} is the store of the job {found.run!r}, not {own.run!r}")
+        if own.version != found.version:
+            versions = f"{found.version}, this one {own.version}"
+            raise JobStoppedError(f"launchers of the job {found.run!r} have ResiHP {versions}")
+        return found.run
 
     def _waits(self) -> None:
         self.on_wait()

@@ -32,6 +32,8 @@ _WITHOUT_MEANING = {
     "--signals-to-handle": "SIGTERM, SIGUSR1 and SIGUSR2 are notices that the node is taken away",
 }
 DEFAULT_PORT = 29500
+NO_RUN = "none"
+"""Identity of a job that was given none, as torchrun's."""
 _REDIS_PORT = 6379
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -125,7 +127,7 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 0
     store_url: str | None = None
-    run: str = "none"
+    run: str = NO_RUN
     max_restarts: int | None = None
     joins: tuple[int, ...] = ()
     heartbeat: timedelta = timedelta(seconds=10)
@@ -240,7 +242,7 @@ def _options(given: argparse.Namespace) -> Options:
         host=host,
         port=_number("port", port, least=0),
         store_url=store_url,
-        run=given.rdzv_id or "none",
+        run=given.rdzv_id or NO_RUN,
         max_restarts=None if restarts is None else _number("--max-restarts", restarts, least=0),
         joins=tuple(_number("--join", rank, least=0) for rank in _parts(given.join)),
         heartbeat=timedelta(seconds=_seconds("--heartbeat", given.heartbeat)),
@@ -269,7 +271,7 @@ def _output(given: argparse.Namespace) -> Output:
     if folder is None and (redirects or any((tee or {}).values())):
         folder = Path("logs")
     if folder is not None:
-        folder /= f"{given.rdzv_id or 'none'}_{uuid.uuid4().hex[:8]}"
+        folder /= f"{given.rdzv_id or NO_RUN}_{uuid.uuid4().hex[:8]}"
     shown = given.local_ranks_filter
     return Output(
         folder,
@@ -377,7 +379,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--master-addr", help="the host of it")
     add("--master-port", help="the port of it; default 29500 for several nodes, else a free one")
     add("--standalone", action="store_true", help="one node, a free port")
-    add("--rdzv-id", help="identity of the job")
+    add("--rdzv-id", help="identity of the job; default that of its store, else none")
     add(
         "--max-restarts",
         help="limit of restarts of all ranks; default: until the same error comes twice at the "

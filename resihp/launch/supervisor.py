@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from math import inf
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plans = poller_of(options.command, options.run) if may_coordinate else None
     try:
         nodes = Nodes(options, notice, plans)
+        options = replace(options, run=nodes.run)
     except JobStoppedError as error:
         _log.error("%s", error)
         return exit_status.JOB_STOPPED

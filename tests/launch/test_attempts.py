@@ -11,10 +11,19 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resihp import __version__
 from resihp._preemption import PreemptionNotice
 from resihp.contracts import JobStoppedError, from_json, to_json
 from resihp.elastic.rendezvous.store import connect_store, host_store
-from resihp.launch.attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer, place
+from resihp.launch.attempts import (
+    Attempt,
+    AttemptEnd,
+    EndKind,
+    JobEnd,
+    JobIdentity,
+    NodeOffer,
+    place,
+)
 from resihp.launch.launcher_store import LauncherStore
 from resihp.launch.nodes import Nodes
 from resihp.launch.options import Options
@@ -76,8 +85,10 @@ def test_a_joiner_waits_for_the_first_attempt(has_ended: bool) -> None:
     server = host_store(host, 0, limit)
     store = f"{host}:{server.port}"
     options = Options.parse(["--join", "2", "--rdzv-endpoint", store, "script.py"])
-    nodes = Nodes(options, PreemptionNotice())
     others = LauncherStore(dist.PrefixStore("resihp-run", connect_store(host, server.port, limit)))
+    others.identify(JobIdentity("run7", __version__))
+    nodes = Nodes(options, PreemptionNotice())
+    assert nodes.run == "run7"
     attempt = Attempt(0, server.port, place([NodeOffer("a", 0, (0, 1))], most=1))
     with ThreadPoolExecutor(1) as pool:
         begun = pool.submit(nodes.begin, NodeOffer("b", 1, (0,)), bool)
@@ -89,3 +100,33 @@ def test_a_joiner_waits_for_the_first_attempt(has_ended: bool) -> None:
         else:
             with pytest.raises(JobStoppedError, match="the job has ended"):
                 begun.result(60)
+
+
+@pytest.mark.parametrize(
+    ("options", "version", "words"),
+    [
+        ("--nnodes 2 --node-rank 1 --rdzv-id run7", __version__, ""),
+        ("--nnodes 2 --node-rank 1", __version__, ""),
+        ("--nnodes 2 --node-rank 1 --rdzv-id run8", __version__, "job 'run7', not 'run8'"),
+        ("--join 2 --rdzv-id run8", __version__, "job 'run7', not 'run8'"),
+        ("--nnodes 2 --node-rank 1", "0.0", "launchers of the job 'run7' have ResiHP 0.0, this"),
+        ("--join 2 --heartbeat 1", "", "no launcher has said whose store 127.0.0.1:"),
+    ],
+)
+def test_a_launcher_of_another_job_or_version_is_refused(
+    options: str, version: str, words: str
+) -> None:
+    """Before it announces itself; one that is not told its job is of that of the store."""
+    server = host_store("127.0.0.1", 0, timedelta(minutes=1))
+    store = LauncherStore(dist.PrefixStore("resihp-run", server))
+    if version:
+        store.identify(JobIdentity("run7", version))
+    line = f"{options} --rdzv-endpoint 127.0.0.1:{server.port} script.py"
+    if not words:
+        nodes = Nodes(Options.parse(line.split()), PreemptionNotice())
+        assert nodes.run == "run7"
+        nodes.close()
+        return
+    with pytest.raises(JobStoppedError, match=words):
+        Nodes(Options.parse(line.split()), PreemptionNotice())
+    assert store.announced() == []

@@ -307,7 +307,9 @@ def test_a_joiner_that_comes_too_late_is_told(
 
 
 def test_a_joiner_with_another_model_is_refused(script: Path, tmp_path: Path) -> None:
-    with launched(tmp_path, "first", "--nproc-per-node", "2", *loop(script)) as first:
+    """It finds the job, whatever that is called."""
+    named = ("--nproc-per-node", "2", "--rdzv-id", "run7")
+    with launched(tmp_path, "first", *named, *loop(script)) as first:
         store = first.store
         with launched(tmp_path, "other", *joining(store), *loop(script, width=9)) as other:
             assert other.status() == exit_status.JOIN_REFUSED
