@@ -119,7 +119,8 @@ class AttemptCoordinator:
         before = [node.id for node in attempt.nodes]
         present = self._offers()
         offers = [report for report in reports if report.id in {offer.id for offer in present}]
-        offers += [offer for offer in present if offer.id not in before]
+        spares = [offer for offer in present if offer.id not in before]
+        offers += [self._latest(offer, attempt.number) for offer in spares]
         most, least = self._options.nodes, self._options.least_nodes
         plan = self._plans.pending() if self._plans is not None else None
         if plan is not None and self._takes(plan, attempt):
@@ -177,6 +178,12 @@ class AttemptCoordinator:
                 end = AttemptEnd(EndKind.NOTICE, self._end_by_notice().why)
                 self._store.end(attempt.number, end)
             time.sleep(_POLL_S)
+
+    def _latest(self, offer: NodeOffer, number: int) -> NodeOffer:
+        """The last report of a standby up to attempt `number`, which tells the devices that it
+        still has; its first offer if it has had no part in one."""
+        found = (self._store.reported(each, offer.id) for each in range(number, -1, -1))
+        return next((report for report in found if report is not None), offer)
 
     def _leaves(self, node: NodeRanks) -> bool:
         """True if a node is about to be taken away: nobody waits for its ranks."""

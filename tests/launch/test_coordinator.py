@@ -209,6 +209,28 @@ def test_a_plan_without_all_ranks_of_a_node_takes_the_spare_in(job: Job) -> None
 
 
 @with_spare
+def test_a_node_that_returns_is_without_the_devices_that_were_left_out(job: Job) -> None:
+    job.fail(rank=3, message="CUDA error: an ECC error")
+    job.report("n0")
+    job.report("n1", local_ranks=(0,))
+    job.next()
+    job.plans.plan = plan_of(0, 1)
+    job.node.attend(job.attempt, 3, takes_plans=True)
+    job.report("n0")
+    job.report("n1", local_ranks=(0,))
+    job.next()
+    assert job.ids() == ["n0", "n2"]
+    job.fail(status=-9)
+    job.beats.silent |= {"n2"}
+    job.report("n0")
+    job.next()
+    assert [(node.id, node.local_ranks) for node in job.attempt.nodes] == [
+        ("n0", (0, 1)),
+        ("n1", (0,)),
+    ]
+
+
+@with_spare
 def test_nobody_waits_for_a_node_that_leaves(job: Job) -> None:
     why = "node 1 leaves the job (got SIGTERM)"
     job.store.end(0, AttemptEnd(EndKind.NOTICE, why))
