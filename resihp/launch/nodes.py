@@ -61,10 +61,7 @@ class Nodes:
         self.on_wait: Callable[[], object] = bool
         self._server: dist.TCPStore | None = None  # of the ranks of the newest attempt
         self._hosted: dist.TCPStore | None = None  # the same, as long as it is hosted here
-        if options.outlives_nodes:
-            self._address = address_towards(options.host, options.port or 1)
-        else:
-            self._address = options.host
+        if not options.outlives_nodes:
             open_store = host_store
             if options.node or options.joins:
                 await_store(options.host, options.port, options.connect)
@@ -74,7 +71,9 @@ class Nodes:
         self._port = options.port if self._server is None else self._server.port
         self._of_ranks: dist.Store = self._server or dist.HashStore()
         opened = self._opened(self._waits)
+        self._address = options.host
         if options.outlives_nodes:
+            self._address = address_towards(options.host, options.port or 1)
             self._forget_failed_run(LauncherStore(opened))
         self._store = LauncherStore(opened)  # keeps nothing of the run before
         self._options = options = replace(options, run=self._agreed_run())

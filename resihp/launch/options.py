@@ -34,6 +34,7 @@ _WITHOUT_MEANING = {
 DEFAULT_PORT = 29500
 NO_RUN = "none"
 """Identity of a job that was given none, as torchrun's."""
+_HIGHEST_PORT = 65535
 _REDIS_PORT = 6379
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -227,7 +228,10 @@ def _options(given: argparse.Namespace) -> Options:
     if nodes > 1 and not (given.node_rank or given.join or store_url or is_this_machine(host)):
         _log.info("no --node-rank, and %s is no address of this machine: it is not node 0", host)
         node = 1  # nodes that have one in common are ordered by arrival
-    if node and int(port) == 0:
+    port_number = _number("the store's port", port, least=0)
+    if port_number > _HIGHEST_PORT:
+        raise ValueError(f"the store's port must be at most {_HIGHEST_PORT}, not {port}")
+    if node and port_number == 0:
         raise ValueError("several nodes need the port of the store: --rdzv-endpoint HOST:PORT")
     least, processes = _range_of("--nproc-per-node", given.nproc_per_node, _processes)
     kind = "module" if given.module else "program" if given.no_python else "script"
@@ -240,7 +244,7 @@ def _options(given: argparse.Namespace) -> Options:
         processes=processes,
         least=least,
         host=host,
-        port=_number("port", port, least=0),
+        port=port_number,
         store_url=store_url,
         run=given.rdzv_id or NO_RUN,
         max_restarts=None if restarts is None else _number("--max-restarts", restarts, least=0),

@@ -5,10 +5,19 @@ Launchers of one machine stand for nodes.
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
+import socket
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from resihp.contracts import JobStoppedError
+from resihp.elastic.rendezvous.store import address_towards, host_store
+from resihp.launch.supervisor import main
 from tests.elastic.engine_job import is_running
 from tests.launch.launchers import launchers
 
@@ -75,3 +84,35 @@ def test_a_notice_at_node_0_ends_the_job_on_all(tmp_path: Path) -> None:
         for node in (0, 1):
             assert "node 0 leaves the job (got SIGUSR1): the job ends" in job.log(node)
         assert not any(map(is_running, pids))
+
+
+def test_a_port_that_is_taken_is_said_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        store = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["--rdzv-endpoint", store, __file__]) == 69
+    assert f"no store can be hosted at {store}: [Errno {errno.EADDRINUSE}]" in caplog.text
+
+
+@pytest.mark.parametrize("is_known_at_last", [True, False])
+def test_the_name_of_the_stores_host_may_be_late(
+    monkeypatch: pytest.MonkeyPatch, is_known_at_last: bool
+) -> None:
+    """As that of the first pod, which waits for its own."""
+    asked: list[str] = []
+
+    def look_up(host: str, *arguments: Any, **named: Any) -> Any:
+        asked.append(host)
+        if len(asked) < 3 or not is_known_at_last:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known(host, *arguments, **named)
+
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    if is_known_at_last:
+        assert host_store("127.0.0.1", 0, timedelta(minutes=1)).port
+    else:
+        with pytest.raises(JobStoppedError, match=r"hosted at node-0:1: .*not known"):
+            host_store("node-0", 1, timedelta(seconds=0.3))
+        with pytest.raises(JobStoppedError, match=r"no route to node-0:1: .*not known"):
+            address_towards("node-0", 1)
+    assert len(asked) >= 3

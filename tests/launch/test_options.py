@@ -109,6 +109,8 @@ def test_streams_of_single_ranks() -> None:
         ("--heartbeat 0 t.py", "--heartbeat must be a number of seconds above 0"),
         ("--shutdown-timeout x t.py", "--shutdown-timeout must be a number of seconds"),
         ("--nnodes 2 --node-rank 1 --rdzv-endpoint h:0 t.py", "several nodes need the port"),
+        ("--rdzv-endpoint h:99999 t.py", "the store's port must be at most 65535, not 99999"),
+        ("--nnodes 2 --node-rank 1 --master-addr h --master-port x t.py", "the store's port must"),
         ("--join 1,x t.py", "--join must be a number"),
         ("-r 4 t.py", "streams are 0, 1, 2 or 3"),
         ("--nproc-per-node 2", "script"),

@@ -53,17 +53,37 @@ def host_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
     It listens on one address family. torch's own socket listens on both, and its server then looks
     up the name of `::ffff:127.0.0.1` for each connection; a slow name server delays every rank.
+
+    Raises `JobStoppedError` if the port is taken, or the host's name is not known in time.
     """
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server(("", port), family=family, backlog=socket.SOMAXCONN)
-    return dist.TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        family = _await_name(host, port, timeout)
+        listener = socket.create_server(("", port), family=family, backlog=socket.SOMAXCONN)
+        return dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+    except (OSError, dist.DistError) as error:
+        raise JobStoppedError(f"no store can be hosted at {host}:{port}: {error}") from error
+
+
+def _await_name(host: str, port: int, timeout: timedelta) -> int:
+    """Return the address family of a host, whose name may be new, as that of a pod."""
+    deadline_s, is_late = time.monotonic() + timeout.total_seconds(), False
+    while True:
+        try:
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        except socket.gaierror:
+            if time.monotonic() >= deadline_s:
+                raise
+        if not is_late:
+            _log.info("waiting until the name of the store's host is known: %s", host)
+        is_late = True
+        time.sleep(_LONGEST_PAUSE_S)
 
 
 def connect(host: str, port: int, job: str, timeouts: Timeouts) -> dist.Store:
@@ -121,13 +141,18 @@ def announce_death(store: dist.Store, rank: int) -> None:
 def address_towards(host: str, port: int) -> str:
     """Return this machine's address on its route to `host`; send nothing.
 
+    Raises `JobStoppedError` if there is none.
+
     >>> address_towards("127.0.0.1", 29500)
     '127.0.0.1'
     """
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise JobStoppedError(f"there is no route to {host}:{port}: {error}") from error
 
 
 class StorePool:
