@@ -116,3 +116,33 @@ def test_the_name_of_the_stores_host_may_be_late(
         with pytest.raises(JobStoppedError, match=r"no route to node-0:1: .*not known"):
             address_towards("node-0", 1)
     assert len(asked) >= 3
+
+
+@pytest.mark.parametrize(
+    ("host", "has_route", "address"),
+    [
+        ("node-0", True, "10.0.0.5"),
+        ("node-0", False, "127.0.1.1"),
+        ("localhost", True, "127.0.1.1"),
+        ("127.0.1.1", True, "127.0.1.1"),
+    ],
+)
+def test_other_nodes_are_told_no_loopback_address(
+    monkeypatch: pytest.MonkeyPatch, host: str, has_route: bool, address: str
+) -> None:
+    """As of a node whose `/etc/hosts` has `127.0.1.1 node-0`."""
+
+    class Probe(socket.socket):
+        def connect(self, towards: Any) -> None:
+            is_elsewhere = towards[0] == "192.0.2.1"
+            self.source = "10.0.0.5" if is_elsewhere else "127.0.1.1"
+            if is_elsewhere and not has_route:
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+        def getsockname(self) -> Any:
+            return (self.source, 1)
+
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert address_towards(host, 1) == address

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from ipaddress import ip_address
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,6 +24,8 @@ _log = logging.getLogger("resihp.elastic")
 _PROBE_S = 0.2
 _ATTEMPT_S = 3.0  # for one address of a host that does not answer: the next may
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
+_ELSEWHERE: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses for documentation, which no machine has."""
 Answer = TypeVar("Answer")
 
 
@@ -141,18 +144,27 @@ def announce_death(store: dist.Store, rank: int) -> None:
 def address_towards(host: str, port: int) -> str:
     """Return this machine's address on its route to `host`; send nothing.
 
-    Raises `JobStoppedError` if there is none.
+    Where the name of this machine is one of its loopback, as Debian writes it to `/etc/hosts`, that
+    of the default route, as others are told it. Raises `JobStoppedError` if there is none.
 
     >>> address_towards("127.0.0.1", 29500)
     '127.0.0.1'
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            return str(probe.getsockname()[0])
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        found = _source_towards(family, address)
     except OSError as error:
         raise JobStoppedError(f"there is no route to {host}:{port}: {error}") from error
+    if ip_address(found).is_loopback and not (host == address[0] or "localhost" in host):
+        with suppress(OSError):
+            return _source_towards(family, (_ELSEWHERE[family], port))
+    return found
+
+
+def _source_towards(family: int, address: tuple[Any, ...]) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 class StorePool:
