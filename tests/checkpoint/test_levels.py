@@ -111,6 +111,63 @@ def test_a_retired_file_is_written_anew_unless_somebody_reads_it(tmp_path: Path)
             assert reader.read() == before
 
 
+def link_all(step: Path, kept: Path) -> None:
+    shutil.copytree(step, kept, copy_function=os.link)
+
+
+def move_files(step: Path, kept: Path) -> None:
+    kept.mkdir()
+    for file in step.iterdir():
+        os.rename(file, kept / file.name)
+        file.symlink_to(kept / file.name)
+
+
+def move_folder(step: Path, kept: Path) -> None:
+    os.rename(step, kept)
+    step.symlink_to(kept)
+
+
+@pytest.mark.parametrize("keep_step", [link_all, move_files, move_folder])
+def test_what_the_user_kept_of_a_retired_checkpoint_stays(
+    tmp_path: Path, keep_step: Callable[[Path, Path], None]
+) -> None:
+    disk, kept = LocalDisk(tmp_path / "run", keep=1), tmp_path / "kept"
+    with Checkpointer([disk]) as saver:
+        train(saver, range(1))
+        keep_step(tmp_path / "run" / "step-000000000", kept)
+        before = {path.name: path.read_bytes() for path in kept.iterdir()}
+        train(saver, range(1, 5))
+        assert not saver.counters.failures
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
+    assert_stamped(back_from(disk)[1], 4)
+
+
+def test_a_retired_file_that_cannot_be_opened_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without write permission, for users other than root."""
+    disk, opened = LocalDisk(tmp_path, keep=1), os.open
+    refused: list[int] = []
+
+    def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        fd = opened(path, flags, *arguments, **options)
+        if flags & os.O_RDWR and os.fstat(fd).st_ino in refused:
+            os.close(fd)
+            raise PermissionError(errno.EACCES, "not yours", path)
+        return fd
+
+    monkeypatch.setattr(os, "open", refuse)
+    with Checkpointer([disk]) as saver:
+        train(saver, range(1))
+        file = tmp_path / "step-000000000" / "__0_0.distcp"
+        refused.append(file.stat().st_ino)
+        held = opened(file, os.O_RDONLY)  # or the new file may get the number
+        train(saver, range(1, 3))
+        os.close(held)
+        assert not saver.counters.levels[disk.name].failed
+    assert_stamped(back_from(disk)[1], 2)
+
+
 def test_shared_storage_of_any_kind(tmp_path: Path) -> None:
     shared = SharedStorage("memory://bucket/run")
     try:

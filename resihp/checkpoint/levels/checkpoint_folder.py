@@ -20,6 +20,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
@@ -189,11 +190,13 @@ class CheckpointFolder(Level):
     def _reuse(self, target: Path) -> None:
         """Move a retired file of the same name to `target`, to overwrite it without allocation."""
         for path in self.folder.glob(f".step-*.retired/{target.name}"):
+            if path.parent.is_symlink():
+                continue  # the folder was moved elsewhere, and is not ours any more
             try:
                 os.rename(path, target)
             except OSError:
                 continue  # deleted by another rank
-            if not _is_read_elsewhere(target):
+            if _is_used_here_alone(target):
                 return
             target.unlink()
 
@@ -329,19 +332,26 @@ def _locked(folder: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _is_read_elsewhere(path: Path) -> bool:
-    """Return True if a file is open elsewhere; the kernel grants no write lease on it then.
+def _is_used_here_alone(path: Path) -> bool:
+    """Return True for a writable file under this name alone that is open nowhere else.
 
-    A reader that opened the file before its retirement must not see it change. The signal that
-    breaks a lease is set to one that is ignored by default.
+    A hard link, a file behind a symbolic link, or a reader that opened the file before its
+    retirement must not see it change. The kernel grants no write lease on a file that is open
+    elsewhere. The signal that breaks a lease is set to one that is ignored by default.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            return False
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except (OSError, AttributeError):
-        return True
+        return False
     finally:
         os.close(fd)
-    return False
+    return True
