@@ -145,6 +145,15 @@ def test_this_rank_is_among_those_it_is_told_of() -> None:
     peers.close()
 
 
+def test_an_address_that_names_no_node_is_refused() -> None:
+    """On two nodes the same address reaches each rank's own server."""
+    peers, third = PeerMemory(HostMemory()), ("10.0.0.3", 29600)
+    with pytest.raises(ContractError, match="ranks 0 and 2 both have"):
+        peers.connect(0, {0: peers.address, 1: third, 2: peers.address})
+    peers.connect(0, {0: peers.address, 1: third})
+    peers.close()
+
+
 def test_a_peer_that_is_gone_costs_its_level_alone() -> None:
     own = HostMemory()
     peers, other = PeerMemory(own, token="t", timeout=SOON), PeerMemory(own, token="t")

@@ -82,8 +82,8 @@ class PeerMemory(Level):
     """Sends each checkpoint of this rank to a peer, and stores those of the ranks that send here.
 
     own      this process's own level; its checkpoints are served as well
-    listen   address to listen on; port 0: any free one. Clients must know `token`, by default a
-             random one.
+    listen   address to listen on, by which all ranks reach this one; port 0: any free one. Clients
+             must know `token`, by default a random one.
     keep     number of checkpoints stored for each sender; they take memory for one more
     server   an existing server that outlives this level, in place of the three above
     timeout  of every wait for a peer
@@ -132,9 +132,17 @@ class PeerMemory(Level):
         return self._server.token
 
     def connect(self, rank: int, addresses: Mapping[int, Address], *, distance: int = 1) -> None:
-        """Set the addresses of all ranks, this one included. No rank is its own peer."""
+        """Set the addresses of all ranks, this one included. No rank is its own peer.
+
+        Raises `ContractError` if two ranks have the same address: a rank would send to itself.
+        """
         if rank not in addresses:
             raise ContractError("addresses", f"rank {rank}, this one, is not among {[*addresses]}")
+        first: dict[Address, int] = {}
+        for each, address in addresses.items():
+            if (other := first.setdefault(address, each)) != each:
+                reason = f"ranks {other} and {each} both have {address}, which reaches one of them"
+                raise ContractError("addresses", f"{reason}: listen on one that names the node")
         self._disconnect()
         ranks = sorted(addresses)
         peer = ranks[(ranks.index(rank) + distance) % len(ranks)]
