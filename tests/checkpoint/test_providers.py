@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import re
 import threading
 from collections import UserDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ from resihp.checkpoint import (
     ShardedTensorPiece,
 )
 from resihp.checkpoint.format import shard_file
-from resihp.checkpoint.format.index import CHUNK_BYTES
+from resihp.checkpoint.format.index import CHUNK_BYTES, spans
+from resihp.checkpoint.history import Lineage
 from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging import objects, stager
 from resihp.checkpoint.staging.stager import LEAST_CACHE_BYTES
@@ -175,6 +179,29 @@ def test_a_lazy_object_is_made_behind_the_training_thread(tmp_path: Path) -> Non
     assert into["index"] == [1, 2]
     assert len(made) == 1
     assert made[0] is not threading.current_thread()
+
+
+def test_a_lazy_object_is_made_once_for_levels_that_need_it_at_the_same_time() -> None:
+    """One that packs the time, for example, differs from call to call."""
+    both, made = threading.Barrier(2), itertools.count()
+
+    def make() -> int:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1)  # until the other level makes it too, which it should not
+        return next(made)
+
+    state = {"index": LazyObject(make)}
+    mover = stager.Stager(IndependentRank())
+    captured = mover.capture(0, Lineage("run"), mover.fit(state), {})
+    checkpoint = mover.lend(captured, 0.0)
+    assert checkpoint is not None
+    with ThreadPoolExecutor(2) as levels:
+        section = levels.submit(lambda: checkpoint.section)
+        index = levels.submit(checkpoint.index).result(PATIENCE_S)
+    (start, stop), *_ = spans(0, len(section.result()))
+    assert index.is_intact(0, memoryview(section.result())[start:stop])
+    assert next(made) == 1
+    mover.close()
 
 
 @pytest.mark.parametrize(

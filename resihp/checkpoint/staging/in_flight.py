@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
-from threading import Condition, Event
+from threading import Condition, Event, Lock
 
 from torch import Tensor
 
@@ -113,7 +112,9 @@ class ShardIdentity:
 
 @dataclass(eq=False)
 class InFlightCheckpoint:
-    """A checkpoint on its way through the host cache. All state is guarded by `changed`.
+    """A checkpoint on its way through the host cache.
+
+    All state is guarded by `changed`; the encoded objects have a lock of their own.
 
     objects    encodes the objects, as they were at `save`
     pace       forecast for the one level that writes from the tensors' own memory; None: copy all
@@ -149,7 +150,8 @@ class InFlightCheckpoint:
         self.blocks: dict[int, int] = {}
         self.sums: dict[int, int] = {}
         self.kept: set[str] = set()
-        self._returned = 0
+        self._returned, self._encoding = 0, Lock()
+        self._objects: tuple[tuple[IndexEntry, ...], bytes] | None = None
 
     @property
     def count(self) -> int:
@@ -347,9 +349,13 @@ class InFlightCheckpoint:
             objects, nbytes + len(section), tuple(sums),
         )  # fmt: skip
 
-    @cached_property
+    @property
     def _encoded(self) -> tuple[tuple[IndexEntry, ...], bytes]:
-        return self.objects(self.file.nbytes)
+        """Objects and their section, encoded by the first level that needs them."""
+        with self._encoding:
+            if self._objects is None:
+                self._objects = self.objects(self.file.nbytes)
+            return self._objects
 
 
 @dataclass(frozen=True)
