@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from resihp.contracts import ContractError
 
@@ -249,6 +250,7 @@ def _tensor_entries(path: Path, value: object) -> list[TensorEntry] | None:
     source: TensorSource
     match value:
         case ShardedTensorPiece(tensor=tensor):
+            _check_plain(value.key, tensor)
             shape, offsets, path = tuple(value.global_shape), tuple(value.offsets), (value.key,)
             key, source, is_empty = value.key, tensor.detach(), not tensor.numel()
         case LazyTensor():
@@ -257,7 +259,7 @@ def _tensor_entries(path: Path, value: object) -> list[TensorEntry] | None:
         case DTensor():
             return _dtensor(path, value)
         case Tensor():
-            _check_plain(path, value)
+            _check_plain(name(path), value)
             shape, key = tuple(value.shape), name(path)
             offsets, source, is_empty = (0,) * len(shape), value.detach(), False
         case _:
@@ -267,18 +269,27 @@ def _tensor_entries(path: Path, value: object) -> list[TensorEntry] | None:
     return [TensorEntry(key, path, shape, offsets, source)]
 
 
-def _check_plain(path: Path, value: Tensor) -> None:
+def is_plain(tensor: Tensor) -> bool:
+    """Return True for a region of memory that can be saved; not for a `DTensor`, its shard is."""
+    return not _oddity(tensor)
+
+
+def _check_plain(key: str, tensor: Tensor) -> None:
     """Raise `ContractError` for tensors that are not a plain region of memory."""
-    odd = (
-        "nested" if value.is_nested
-        else "quantized" if value.is_quantized
-        else "not initialized yet" if is_lazy(value)
-        else "on the meta device" if value.is_meta
-        else f"of {value.layout} layout" if value.layout is not torch.strided
+    if odd := _oddity(tensor):
+        raise ContractError(key, f"a tensor that is {odd} cannot be saved or restored")
+
+
+def _oddity(tensor: Tensor) -> str:
+    return (
+        "nested" if tensor.is_nested
+        else "quantized" if tensor.is_quantized
+        else "not initialized yet" if is_lazy(tensor)
+        else "on the meta device" if tensor.is_meta
+        else f"of {tensor.layout} layout" if tensor.layout is not torch.strided
+        else "made of other tensors" if is_traceable_wrapper_subclass(tensor.detach())
         else ""
     )  # fmt: skip
-    if odd:
-        raise ContractError(name(path), f"a tensor that is {odd} cannot be saved or restored")
 
 
 def _check_pieces(state: object) -> None:
@@ -292,6 +303,7 @@ def _dtensor(path: Path, value: DTensor) -> list[TensorEntry]:
     if value.device_mesh.get_coordinate() is None:
         return []
     local = value.to_local().detach()
+    _check_plain(name(path), local)
     if not local.numel():
         return []
     (chunk,) = value.__create_chunk_list__()

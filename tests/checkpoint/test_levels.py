@@ -17,7 +17,12 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from resihp.checkpoint import (
     Checkpointer,
@@ -29,6 +34,7 @@ from resihp.checkpoint import (
     LocalDisk,
     NodeMemory,
     PeerMemory,
+    ShardedTensorPiece,
     SharedStorage,
 )
 from resihp.checkpoint.levels import Level
@@ -372,6 +378,17 @@ def test_a_step_that_names_no_checkpoint_is_counted_and_never_raised(
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000003"]
 
 
+TWO = TwoTensor(torch.ones(3), torch.ones(3))
+
+
+def stepped(stored: Callable[[Tensor], Tensor]) -> torch.optim.Optimizer:
+    """An optimizer whose moment is stored in another form."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = stored(torch.zeros(3))
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
@@ -385,6 +402,13 @@ def test_a_step_that_names_no_checkpoint_is_counted_and_never_raised(
             {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)},
             "a: a tensor that is nested",
         ),
+        ({"a": TWO}, "a: a tensor that is made of other tensors"),
+        ({"a": torch.nn.Parameter(TWO)}, "a: a tensor that is made of other tensors"),
+        ([ShardedTensorPiece("a", (3,), (0,), TWO)], "a: a tensor that is made of other tensors"),
+        (
+            {"o": stepped(lambda tensor: TwoTensor(tensor, tensor))},
+            "o.state.0.momentum_buffer: a tensor that is made of other tensors",
+        ),
     ],
 )
 def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path, state: Any, problem: str) -> None:
@@ -393,6 +417,17 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path, state: Any, probl
         (text,) = saver.counters.failures
         assert saver.save(2, stamped(2)), "a bad state costs one checkpoint"
     assert text.startswith(f"save: {problem}")
+
+
+def test_a_distributed_tensor_whose_shard_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = DTensor.from_local(TWO, init_device_mesh("cpu", (1,)), run_check=False)
+        with Checkpointer([LocalDisk(tmp_path)], ranks=IndependentRank()) as saver:
+            assert not saver.save(1, {"a": tensor})
+            assert "a: a tensor that is made of other tensors" in str(saver.counters.failures)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_save_after_close_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
