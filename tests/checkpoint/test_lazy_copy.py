@@ -144,6 +144,24 @@ def test_statistics_that_the_forward_pass_changes_are_those_of_the_save(tmp_path
     assert torch.equal(again.running_mean, before)
 
 
+@pytest.mark.parametrize(
+    "buffer", [torch.eye(3).to_sparse(), torch.nn.UninitializedBuffer()], ids=["sparse", "lazy"]
+)
+def test_a_buffer_that_cannot_be_saved_and_is_not_is_in_nobodys_way(
+    tmp_path: Path, buffer: torch.Tensor
+) -> None:
+    model = torch.nn.BatchNorm1d(3)
+    model.register_buffer("adjacency", buffer, persistent=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight]["adjacency"] = buffer  # of an attached one that is not saved
+    disk = LocalDisk(tmp_path)
+    with Checkpointer([disk]) as saver:
+        saver.attach(optimizer)
+        assert saver.save(0, {"model": model}), saver.counters.failures
+        assert saver.wait(300)
+    assert disk.steps() == [0]
+
+
 class Holder:
     """A provider with a module inside."""
 

@@ -16,6 +16,7 @@ from threading import Thread
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from resihp._devices import record_awaited
 from resihp._shutdown import start_thread
@@ -23,6 +24,7 @@ from resihp._stream_captures import ignore_captures
 
 from ..format.shard_file import SourceBytes
 from ..providers import TensorSource, memory_of
+from ..state_dict import is_plain
 from .in_flight import ChunkState, InFlightCheckpoint
 
 IN_FLIGHT = 4
@@ -224,9 +226,9 @@ def write_order(
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             moments = optimizer.state.get(parameter, {}).values()
             for tensor in (parameter, *(m for m in moments if isinstance(m, Tensor))):
-                turn.setdefault(local_of(tensor).data_ptr(), len(turn))
+                turn.setdefault(address_of(tensor), len(turn))
     turns = [
-        min((turn.get(local_of(tensor).data_ptr(), -1) for tensor in memory_of(source)), default=-1)
+        min((turn.get(address_of(tensor), -1) for tensor in memory_of(source)), default=-1)
         for source in sources
     ]
     return sorted(range(len(sources)), key=turns.__getitem__)
@@ -238,6 +240,12 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     reach = 1 + sum((n - 1) * by for n, by in zip(local.shape, local.stride(), strict=True))
     start = local.data_ptr()
     return start, start + (reach * local.itemsize if local.numel() else 0)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Address of a tensor's local shard; 0 if it is none that can be saved, as a sparse one."""
+    local = None if is_lazy(tensor) else local_of(tensor)
+    return local.data_ptr() if local is not None and is_plain(local) else 0
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ..history import Lineage
 from ..providers import TensorSource, memory_of
 from ..ranks import Ranks, SaveItem, assign_writers
 from ..state_dict import CollectedState, State, collect, extra_entry, opened
-from .copier import Copier, chunks_of, local_of, write_order
+from .copier import Copier, address_of, chunks_of, write_order
 from .fence import FenceWait
 from .host_buffer import begin, collapse, populate
 from .host_cache import BLOCK_BYTES, HostCache
@@ -194,7 +194,7 @@ class Stager:
             kind = type(extra).__name__
             raise ContractError("extra", f"a mapping of names to values, not {kind}")
         volatile = {
-            local_of(buffer).data_ptr()
+            address_of(buffer)
             for module in (*self._modules, *collected.modules)
             for buffer in module.buffers()  # running statistics, which the forward pass may change
         } - {0}  # without memory
