@@ -120,7 +120,8 @@ class _StagedSave:
 class LazyWriter(StorageWriter, AsyncStager):
     """A `StorageWriter` for `dcp.save`, and its own `AsyncStager` for `dcp.async_save`.
 
-    path  folder to publish; replaced by the `checkpoint_id` given to torch
+    path  folder to publish, relative to the current one when it is given; replaced by the
+          `checkpoint_id` given to torch
 
     With `dcp.async_save` the state is copied in the background: call `fence`, or `attach` the
     optimizer, before it changes. A further save waits until the one before has been written or has
@@ -129,7 +130,7 @@ class LazyWriter(StorageWriter, AsyncStager):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        self._path = Path(path)
+        self._path = Path(path).absolute()
         self._save = _CurrentSave()
         one_of_several = IndependentRank(0, (0, 1), "dcp")  # DCP assigns the writers itself
         self._stager = Stager(one_of_several)
@@ -190,7 +191,7 @@ class LazyWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save."""
         if checkpoint_id is not None:
-            self._path = Path(checkpoint_id)
+            self._path = Path(checkpoint_id).absolute()
         self._save.path, self._save.run = self._path, None
 
     def storage_meta(self) -> None:

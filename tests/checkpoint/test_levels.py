@@ -88,6 +88,22 @@ def test_what_others_left_in_the_folder_is_in_nobodys_way(tmp_path: Path) -> Non
         assert (tmp_path / name).exists()
 
 
+def test_a_relative_folder_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    disk, shared = LocalDisk("disk"), SharedStorage("shared")
+    with Checkpointer([disk, shared]) as saver:
+        train(saver, range(1))
+        monkeypatch.chdir("elsewhere")
+        train(saver, range(1, 3))
+    assert disk.name == "disk"
+    assert disk.steps() == LocalDisk(tmp_path / "disk").steps() == [1, 2]
+    assert shared.steps() == [1, 2]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_torchs_own_writer_goes_by_its_number(tmp_path: Path) -> None:
     disk, shared = LocalDisk(tmp_path / "d"), SharedStorage(f"file://{tmp_path}/s")

@@ -55,6 +55,23 @@ def test_a_save_in_place_of_another(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
+@pytest.mark.parametrize("given", [None, "latest"])
+def test_a_relative_path_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    planned, writer = LazyWriter.prepare_global_plan, LazyWriter("latest")
+
+    def plan_elsewhere(self: LazyWriter, plans: list[SavePlan]) -> list[SavePlan]:
+        os.chdir(tmp_path / "elsewhere")
+        return planned(self, plans)
+
+    monkeypatch.setattr(LazyWriter, "prepare_global_plan", plan_elsewhere)
+    dcp.save(stamped(1), storage_writer=writer, checkpoint_id=given)
+    assert_stamped(load(tmp_path / "latest"), 1)
+
+
 def test_a_save_that_fails_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

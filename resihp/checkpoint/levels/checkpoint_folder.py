@@ -91,7 +91,8 @@ class CheckpointFolder(Level):
     def __init__(self, folder: str | Path, keep: int) -> None:
         if not str(folder):
             raise ContractError("folder", "is empty; '.' is the current one")
-        self.folder, self.name, self._keep = Path(folder), str(folder), valid_keep(keep)
+        self.folder = Path(folder).absolute()  # whatever becomes the current one later
+        self.name, self._keep = str(folder), valid_keep(keep)
 
     def checkpoints(self) -> list[StoredCheckpoint]:
         """List the complete checkpoints, by ascending step."""
