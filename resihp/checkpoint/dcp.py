@@ -58,6 +58,7 @@ from .staging.host_cache import HostCache
 from .staging.in_flight import NO_FENCE_EXPECTED, InFlightCheckpoint, ShardIdentity
 from .staging.stager import Stager
 from .state_dict import Path as StatePath
+from .state_dict import step_to
 
 StateDict: TypeAlias = dict[str, Any]
 
@@ -333,8 +334,7 @@ def _once_copied(checkpoint: InFlightCheckpoint, copied: StateDict) -> StateDict
 def _on_host(value: Any, views: Mapping[StatePath, Tensor], path: tuple[Any, ...]) -> Any:
     """Rebuild a state with each tensor replaced by its view of the image."""
     if isinstance(value, dict):
-        steps = {key: (key,) if isinstance(key, int) else str(key) for key in value}
-        return {key: _on_host(inner, views, (*path, steps[key])) for key, inner in value.items()}
+        return {key: _on_host(inner, views, (*path, step_to(key))) for key, inner in value.items()}
     if isinstance(value, list):
         return [_on_host(one, views, (*path, i)) for i, one in enumerate(value)]
     if not isinstance(value, Tensor) or path not in views:

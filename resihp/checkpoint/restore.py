@@ -255,13 +255,13 @@ def _is_owned(into: State, path: Path) -> bool:
     return isinstance(into, Mapping) and provider_of(_get(into, path[0])) is not None
 
 
-def _get(container: Any, step: str | int | tuple[int]) -> Any:
+def _get(container: Any, step: str | int | tuple[int | str]) -> Any:
     if isinstance(container, list):
         return container[step] if isinstance(step, int) and step < len(container) else None
     return container.get(_key(step))
 
 
-def _put(container: Any, step: str | int | tuple[int], value: object) -> None:
+def _put(container: Any, step: str | int | tuple[int | str], value: object) -> None:
     if isinstance(container, list) and isinstance(step, int):
         container += [None] * (step + 1 - len(container))
         container[step] = value
@@ -269,5 +269,5 @@ def _put(container: Any, step: str | int | tuple[int], value: object) -> None:
         container[_key(step)] = value
 
 
-def _key(step: str | int | tuple[int]) -> str | int:
+def _key(step: str | int | tuple[int | str]) -> str | int:
     return step[0] if isinstance(step, tuple) else step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ from .providers import (
     provider_of,
 )
 
-Path: TypeAlias = tuple[str | int | tuple[int], ...]
-"""Path to a value: text keys, list indexes, and (in a tuple of one) integer keys."""
+Path: TypeAlias = tuple[str | int | tuple[int | str], ...]
+"""Path to a value: text keys, list indexes, and (in a tuple of one) keys of other types."""
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Position of a shard in its global tensor: offsets and sizes, one of each per dimension."""
@@ -123,7 +123,7 @@ def collect(state: OpenedState) -> CollectedState:
     tensors: list[TensorEntry] = []
     objects: list[ObjectEntry] = []
     stateful = [(at, one) for at, one in state.providers if isinstance(one, StatefulProvider)]
-    load_all = [tuple(map(_step, at)) for at, _ in stateful]  # also providers in their state
+    load_all = [tuple(map(step_to, at)) for at, _ in stateful]  # also providers in their state
     for path, value in _leaves(state.values):
         found = _tensor_entries(path, value)
         if found is not None:
@@ -204,7 +204,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
     if isinstance(value, Mapping) and not _is_object(value, path):
         for key, inner in value.items():
-            yield from _leaves(inner, (*path, _step(key)))
+            yield from _leaves(inner, (*path, step_to(key)))
     elif isinstance(value, list) and _is_open(value):
         for index, inner in enumerate(value):
             yield from _leaves(inner, (*path, index))
@@ -212,8 +212,9 @@ def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
         yield path, value
 
 
-def _step(key: object) -> str | tuple[int]:
-    return (key,) if isinstance(key, int) else str(key)
+def step_to(key: Any) -> str | tuple[int | str]:
+    """Return a key's step in a path; a text of a subclass, as an enum, may not equal its name."""
+    return key if type(key) is str else (key,)
 
 
 def _is_object(value: Mapping[object, object], path: Path) -> bool:

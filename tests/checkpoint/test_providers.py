@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import itertools
 import re
 import threading
@@ -223,7 +224,7 @@ def test_a_provider_where_none_is_looked_for_is_refused_by_name(
 class Schedule:
     """Has a part with a `state_dict` of its own in its own, as schedulers have."""
 
-    def __init__(self, part: Schedule | None = None, count: int = 0) -> None:
+    def __init__(self, part: Schedule | None = None, count: Any = 0) -> None:
         self.part, self.count = part, count
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,6 +255,34 @@ def test_a_mapping_whose_keys_are_no_names_is_one_object(tmp_path: Path, key: ob
         for state in ({"seen": {key: {"w": torch.ones(2)}}}, {key: 7}):
             with pytest.raises(ContractError, match=re.escape(f"not {key!r}")):
                 saver.prepare(state)  # type: ignore[arg-type]
+
+
+class Split(str, enum.Enum):  # noqa: UP042 - whose `str` is not its value, unlike that of StrEnum
+    """Names that many configurations use as keys."""
+
+    TRAIN = "train"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_key_whose_text_is_not_its_value_is_restored(tmp_path: Path) -> None:
+    """Its name is that of torch, which takes the text."""
+
+    def seen(count: int) -> dict[str, Any]:
+        rows = torch.full((2,), float(count))
+        return {"seen": {Split.TRAIN: count, "rows": {Split.TRAIN: rows}}}
+
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, seen(7) | {"schedule": Schedule(count={Split.TRAIN: 7})})
+        assert saver.wait(PATIENCE_S)
+        into = seen(0) | {"schedule": Schedule(count={})}
+        saver.restore(into)
+    assert into["schedule"].count == {Split.TRAIN: 7}
+    assert into["seen"][Split.TRAIN] == 7
+    assert list(into["seen"]) == [Split.TRAIN, "rows"]
+    assert into["seen"]["rows"][Split.TRAIN].tolist() == [7.0, 7.0]
+    read_by_torch = seen(0)
+    dcp.load(read_by_torch, checkpoint_id=tmp_path / "step-000000000", no_dist=True)
+    assert read_by_torch["seen"]["rows"][Split.TRAIN].tolist() == [7.0, 7.0]
 
 
 values = st.recursive(
