@@ -29,7 +29,8 @@ class StateProvider(Protocol):
        Its names, shapes and dtypes should be the same at each save, as changes cost a new plan.
     2. `restore` fills the tensors of that state in place, puts all other values and the tensors
        that were lazy into its mappings, and calls `load_state` with the result; of providers inside
-       others first. It is not called if the restore fails.
+       others first. Values that the checkpoint lacks, although it has others of the provider, are
+       left out of it. If `load_state` raises, the next-best checkpoint is tried.
 
     Recognized as values of the state, and of what another provider gives. Modules, optimizers and
     other `Stateful` values take part by `state_dict` and `load_state_dict` in the same way.

@@ -6,6 +6,7 @@ damaged bytes names the shards, and the next-best checkpoint is tried.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -14,22 +15,25 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from resihp.contracts import CheckpointError, ContractError
 
 from .history import Lineage, StoredCheckpoint, best_first
 from .levels.level import CheckpointReader, Level
 from .levels.local_disk import LocalDisk
-from .providers import LazyTensor, provider_of
+from .providers import LazyTensor, StatefulProvider, StateProvider, provider_of
 from .ranks import Ranks
 from .shard_reader import Located, missing_of, read_object, read_tensors
 from .state_dict import (
+    ObjectEntry,
     Path,
     State,
     TensorEntry,
     collect,
     extra_entry,
     opened,
+    step_to,
 )
 
 log = logging.getLogger("resihp.checkpoint")
@@ -155,10 +159,14 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
     """Fill `into`, and return the extra of this rank."""
     state, providers = of_into = opened(into)
     tensors, objects, _ = collect(of_into)
+    entries = [(index, entry) for index in reader.indexes.values() for entry in index.entries]
+    unsaved = _left_to_owners([*tensors, *objects], providers, reader, entries)
+    left = set(map(id, unsaved))
+    tensors = [entry for entry in tensors if id(entry) not in left]
+    objects = [entry for entry in objects if id(entry) not in left]
     lazy = [entry for entry in tensors if isinstance(entry.source, LazyTensor)]
     made_of = {id(entry): entry.materialized() for entry in lazy}
     tensors = [made_of.get(id(entry), entry) for entry in tensors]
-    entries = [(index, entry) for index in reader.indexes.values() for entry in index.entries]
     created = _absent_tensors(into, entries, {entry.key for entry in tensors})
     wanted = [*tensors, *created]
     paths = {entry.key: entry.path for entry in objects}
@@ -168,21 +176,68 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
     there = {e.key for _, e in entries if e.dtype is None} | {made.key for made in created}
     missing = sorted(set(paths) - there) + missing_of(wanted, entries)
     if missing:
-        raise CheckpointError(f"it lacks {', '.join(missing[:6])}")
+        raise CheckpointError(_lacks(missing))
     read_tensors(reader, wanted, entries)
+    _remove_all(state, [entry.path for entry in unsaved])
     for made in (*created, *made_of.values()):
         _set_at(state, made.path, made.tensor)
     paths |= _absent_objects(into, entries)
     for index, entry in entries:
         if entry.dtype is None and entry.key in paths:
             _set_at(state, paths[entry.key], read_object(reader, index, entry))
-    for path, provider in providers:
-        provider.load_state(_at(state, path))
+    try:
+        for path, provider in providers:
+            provider.load_state(_at(state, path))
+    except Exception as problem:
+        if not unsaved:
+            raise
+        lacking = _lacks([entry.key for entry in unsaved])
+        raise CheckpointError(f"{lacking} as the state has it: {problem}") from problem
     _set_values(into, state)
     chosen = reader.indexes.get(rank) or reader.indexes[min(reader.indexes)]
     key = extra_entry({}, chosen.rank).key
     own = next((e for e in chosen.objects if e.key == key), None)
     return {} if own is None else cast(Mapping[str, object], read_object(reader, chosen, own))
+
+
+def _lacks(keys: Sequence[str]) -> str:
+    return f"it lacks {', '.join(keys[:6])}"
+
+
+def _left_to_owners(
+    entries: Sequence[TensorEntry | ObjectEntry],
+    providers: Sequence[tuple[Path, StateProvider]],
+    reader: CheckpointReader,
+    saved: Sequence[Located],
+) -> list[TensorEntry | ObjectEntry]:
+    """List what the checkpoint lacks of providers of which it has something.
+
+    Their structure may have changed since, as that of an optimizer that had not stepped, or a list
+    that has grown: they get what was saved, and judge that. The same holds for a tensor of another
+    shape, unless it is a shard. What a `StateProvider` expects to be filled in place has to be
+    there, and everything has to be if files of some ranks are missing.
+    """
+    if not {rank for i in reader.indexes.values() for rank in i.ranks} <= set(reader.indexes):
+        return []
+    shapes = {entry.key: entry.shape for _, entry in saved if entry.dtype is not None}
+    others = {entry.key for _, entry in saved if entry.dtype is None}
+    owners = [(tuple(map(step_to, path)), provider) for path, provider in providers]
+    present = {root for root, _ in owners for _, e in saved if e.path[: len(root)] == root}
+
+    def is_left(entry: TensorEntry | ObjectEntry) -> bool:
+        path = entry.path  # the innermost owner is the first
+        owner = next((one for one in owners if path[: len(one[0])] == one[0]), None)
+        if owner is None or owner[0] == path or owner[0] not in present:
+            return False
+        if isinstance(entry, ObjectEntry):
+            return entry.key not in others
+        if isinstance(entry.source, Tensor) and not isinstance(owner[1], StatefulProvider):
+            return False
+        is_shard = tuple(entry.source.shape) != entry.shape
+        has_other_shape = shapes.get(entry.key, entry.shape) != entry.shape
+        return entry.key not in shapes or (has_other_shape and not is_shard)
+
+    return [entry for entry in entries if is_left(entry)]
 
 
 def _different_shapes(tensors: Sequence[TensorEntry], entries: Sequence[Located]) -> list[str]:
@@ -234,11 +289,49 @@ def _set_at(state: Mapping[str, object], path: Path, value: object) -> None:
     _put(at, path[-1], value)
 
 
-def _at(state: Mapping[str, object], path: Path) -> object:
-    """Return the value at the path of a provider."""
+def _remove_all(state: Mapping[str, object], paths: Sequence[Path]) -> None:
+    """Remove values of providers, but not from mappings and lists that these may still use."""
+    own = cast(MutableMapping[str | int, object], state)
+    for top in {_key(path[0]) for path in paths}:
+        own[top] = _with_own_containers(own[top])
+
+    def indexes(path: Path) -> list[int]:
+        return [step if isinstance(step, int) else -1 for step in path]
+
+    for path in sorted(paths, key=indexes, reverse=True):  # the last of a list first
+        _remove_at(state, path)
+
+
+def _with_own_containers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_own_containers(inner) for inner in value]
+    if isinstance(value, Mapping):
+        copied: Any = copy.copy(value)
+        for key, inner in value.items():
+            copied[key] = _with_own_containers(inner)
+        return copied
+    return value
+
+
+def _remove_at(state: Mapping[str, object], path: Path) -> None:
+    """Remove the value at a path, and with it the end of a list that is empty then."""
+    above, last = path[:-1], path[-1]
+    container: Any = _at(state, above)
+    if isinstance(container, list) and last != len(container) - 1:
+        _put(container, last, None)
+        return
+    del container[_key(last)]
+    if not container and isinstance(above[-1], int):
+        outer: Any = _at(state, above[:-1])
+        if above[-1] == len(outer) - 1:
+            _remove_at(state, above)
+
+
+def _at(state: Mapping[str, object], path: Sequence[Any]) -> object:
+    """Return the value at a path."""
     at: Any = state
     for step in path:
-        at = at[step]
+        at = at[_key(step)]
     return at
 
 

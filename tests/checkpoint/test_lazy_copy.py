@@ -239,6 +239,30 @@ def test_an_optimizer_under_an_integer_gets_moments_it_does_not_have_yet(tmp_pat
         assert torch.equal(restored["exp_avg"], moments["exp_avg"])
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_an_optimizer_goes_back_to_before_its_first_step(
+    tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = kind(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+
+    def train() -> torch.Tensor:
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model.weight.detach().clone()
+
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.attach(optimizer)
+        saver.save(0, state)
+        saver.wait()
+        first = train()
+        train()
+        saver.restore(state)
+    assert torch.equal(train(), first)
+
+
 def test_a_state_that_grows_while_host_memory_holds_the_smaller_one(tmp_path: Path) -> None:
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -36,7 +36,7 @@ from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging import objects, stager
 from resihp.checkpoint.staging.stager import LEAST_CACHE_BYTES
 from resihp.checkpoint.state_dict import ObjectEntry
-from resihp.contracts import ContractError
+from resihp.contracts import CheckpointError, ContractError
 from tests.checkpoint.helpers import GatedDisk
 
 PATIENCE_S = 100
@@ -242,6 +242,147 @@ def test_what_a_state_dict_holds_is_its_owners(tmp_path: Path) -> None:
         saver.restore(into)
     assert into[0].part.count == 5
     assert into["kind"] is Schedule
+
+
+ROW = {"loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ({"loss": 1.0}, None),
+        (None, {"loss": 1.0, "at": {"step": 3}}),
+        ({"loss": 1.0}, 0.5),
+        ([ROW, {"w": torch.ones(2)}], [ROW, {"w": torch.zeros(2)}, {"a": 5, "w": torch.ones(3)}]),
+        ([ROW, ROW, ROW], [ROW]),
+        ([ROW], [ROW, 5, torch.ones(2), 6, torch.ones(2)]),
+        ([ROW, {}, ROW], [ROW, {"a": 5}, ROW, ROW]),
+        ([torch.ones(2)], [torch.zeros(2), torch.zeros(2), [torch.zeros(2)]]),
+        ([ROW, torch.ones(2)], [5, torch.zeros(2)]),
+        ({0.5: 7}, {"a": 5}),
+        ({"a": 5}, {0.5: 7}),
+        (torch.ones(5), torch.zeros(3)),
+        (torch.ones(5), 0.5),
+        (0.5, torch.ones(5)),
+    ],
+)
+def test_a_stateful_takes_what_was_saved_whatever_its_structure_is_now(
+    tmp_path: Path, saved: object, now: object
+) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"s": Schedule(count=copy.deepcopy(saved))})
+        assert saver.wait(PATIENCE_S)
+        schedule = Schedule(count=copy.deepcopy(now))
+        saver.restore({"s": schedule})
+    assert str(schedule.count) == str(saved)
+
+
+class Live(Schedule):
+    """Gives what it has, without a copy."""
+
+    added = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def test_what_a_checkpoint_lacks_stays_with_its_owner(tmp_path: Path) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"s": Live(count=[ROW])})
+        assert saver.wait(PATIENCE_S)
+        rows = [ROW, ROW]
+        live = Live(count=rows)
+        live.added = 5
+        saver.restore({"s": live})
+    assert (live.count, live.added) == ([ROW], 5)
+    assert rows == [ROW, ROW]
+
+
+def test_a_state_provider_judges_values_alone(tmp_path: Path) -> None:
+    """It need not look at what is filled in place."""
+    log: list[str] = []
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"engine": Engine(3.0, log)})
+        assert saver.wait(PATIENCE_S)
+        engine = Engine(0.0, log)
+        engine.step = {"count": 1}  # type: ignore[assignment]
+        saver.restore({"engine": engine})
+        assert engine.step == 3.0
+        engine.master = torch.zeros(4)
+        with pytest.raises(CheckpointError, match=r"shapes differ: engine\.master"):
+            saver.restore({"engine": engine})
+        with pytest.raises(CheckpointError, match=r"lacks engine\.part"):
+            saver.restore({"engine": Engine(0.0, log, Engine(0.0, log))})
+
+
+class Strict(Schedule):
+    """Needs all that it has."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "problem"),
+    [
+        (torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2), r"s\.bias .*\s*Missing key"),
+        (torch.nn.Linear(4, 2), torch.nn.Linear(3, 2), r"s\.weight .*\s*size mismatch"),
+        (torch.nn.Linear(3, 2), Strict(count=1), r"s\.part, s\.count .* 'count'"),
+    ],
+)
+def test_an_owner_that_needs_what_is_not_there_refuses_the_checkpoint(
+    tmp_path: Path, saved: object, now: object, problem: str
+) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"s": saved})
+        assert saver.wait(PATIENCE_S)
+        with pytest.raises(CheckpointError, match=f"it lacks {problem}"):
+            saver.restore({"s": now})
+
+
+@pytest.mark.parametrize(
+    "new", [Schedule(), torch.nn.Linear(3, 2), torch.optim.SGD([torch.ones(2)])]
+)
+def test_an_owner_of_which_a_checkpoint_has_nothing_refuses_it(tmp_path: Path, new: object) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"s": Schedule()})
+        assert saver.wait(PATIENCE_S)
+        with pytest.raises(CheckpointError, match="it lacks new"):
+            saver.restore({"s": Schedule(), "new": new})
+
+
+def test_a_checkpoint_with_files_of_some_ranks_has_to_have_everything(tmp_path: Path) -> None:
+    """What it lacks may be in another one's file."""
+    ranks, disk = IndependentRank(0, (0, 1), run="one"), LocalDisk(tmp_path, ranks=[0])
+    with Checkpointer([disk], ranks=ranks) as saver:
+        saver.save(0, {"s": Schedule(count=5)})
+        assert saver.wait(PATIENCE_S)
+    with pytest.raises(CheckpointError, match=r"it lacks s\.count\.a"):
+        restore([disk], {"s": Schedule(count={"a": 5})}, ranks)
+    restore([disk], {"s": Schedule(count=1)}, ranks)
+
+
+class Scaled(torch.nn.Linear):
+    """Has an extra state of varying size."""
+
+    history = torch.zeros(1)
+
+    def get_extra_state(self) -> Tensor:
+        return self.history
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.history = state
+
+
+def test_the_extra_state_of_a_module_may_have_grown(tmp_path: Path) -> None:
+    saved, again = Scaled(3, 2), Scaled(3, 2)
+    saved.history = torch.ones(5)
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"model": saved})
+        assert saver.wait(PATIENCE_S)
+        saver.restore({"model": again})
+    assert torch.equal(again.history, torch.ones(5))
+    assert torch.equal(again.weight, saved.weight)
 
 
 @pytest.mark.parametrize("key", [("en", "web"), 0.5, None])
