@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from heapq import nsmallest
 from itertools import pairwise
 
 import numpy as np
@@ -30,8 +29,12 @@ records."""
 _REACH_STEPS = 100_000
 """Steps from the newest one beyond which a record is an error, or the job has moved there."""
 _ANY_STEP = (1 << 63) - 1
-_MOST_OPEN = 256
-"""Open steps beyond which the oldest one is closed."""
+_LEAST_OPEN, _MOST_OPEN, _MOST_COUNTS = 256, _LAG_STEPS * 8_192, 1 << 20
+"""Open steps beyond which the oldest one is closed: at least, and at most, which is as many as
+there are in the messages that one rank may be ahead by; and the numbers of records of ranks in
+them, which bound it between the two."""
+_MOST_AHEAD = 128
+"""Steps that ranks far ahead of most others may open by many messages."""
 _HABIT_STEPS = 8
 """Closed steps whose numbers of records tell how many are to be waited for."""
 _LEAST_BEHIND = 64
@@ -87,6 +90,7 @@ class StepProgress(Persistent):
         self._messages = np.zeros(size, np.int64)
         self._heard_at = np.full(size, -1, np.int64)  # most messages of any rank by then
         self.late = self.astray = 0
+        self._most_open = max(_LEAST_OPEN, min(_MOST_OPEN, _MOST_COUNTS // size))
         self._newest = np.full(size, -1, np.int64)
         self._back = np.zeros(size, bool)
         self._back_at = np.full(size, -1, np.int64)
@@ -100,7 +104,7 @@ class StepProgress(Persistent):
     @property
     def is_full(self) -> bool:
         """True if so many steps are open that `close` returns one of them."""
-        return len(self._open) > _MOST_OPEN
+        return len(self._open) > self._most_open
 
     def index(self, ranks: NDArray[np.integer]) -> Ints:
         """Positions of ranks; -1 for those that are not in the layout."""
@@ -135,10 +139,13 @@ class StepProgress(Persistent):
 
     def _last_admitted(self, newest: int) -> int:
         """Last step whose records are admitted, where `newest` was the newest one before. Ranks far
-        ahead of most others open only half as many steps as there may be."""
-        middle = len(self._open) // 2
-        if middle >= _MOST_OPEN // 4 and self._is_ahead(sorted(self._open)[middle]):
-            return max(self._open)
+        ahead of most others open few steps, unless by large messages, as after an outage."""
+        half = len(self._open) // 2
+        if half >= _MOST_AHEAD // 2:
+            middle = sorted(self._open)[half]
+            sent = int(self._messages.max()) - self._open[middle].opened_at
+            if sent >= _LAG_STEPS and self._is_ahead(middle):
+                return max(self._open)
         return newest + _REACH_STEPS if newest >= 0 else _ANY_STEP
 
     def _is_ahead(self, step: int) -> bool:
@@ -191,14 +198,14 @@ class StepProgress(Persistent):
         """Closes the steps that are whole or overdue, in order; `lost` ranks are not waited for,
         and `at_end` of all records none is."""
         waited = ~np.isin(self.ranks, list(lost))
-        while self._open:
-            step = min(self._open)
-            opened, late = self._open[step], at_end or len(self._open) > _MOST_OPEN
+        steps = sorted(self._open)
+        for at, step in enumerate(steps):
+            opened, late = self._open[step], at_end or self.is_full
             done = self._newest > step if self._expected is None else opened.counts >= self._habit
             whole = done[waited & (self.silent < SILENT_STEPS)].all() and opened.counts.any()
             whole &= not self._fills or step == self._closed + 1
             if int(self._messages.max()) - opened.opened_at >= _LAG_STEPS:
-                later = nsmallest(_LAG_STEPS + 1, self._open)[_LAG_STEPS:]
+                later = steps[at + _LAG_STEPS : at + _LAG_STEPS + 1]
                 late |= bool(later) and not self._is_ahead(later[0])
             if not (whole or late):
                 return

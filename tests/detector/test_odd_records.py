@@ -288,3 +288,14 @@ def test_the_rest_of_a_step_is_waited_for_again_where_it_comes_late() -> None:
     whole = [len(step) for step in detector._recent.batches()]
     assert whole[:8] == [64] * 8
     assert whole[-12:] == [64] * 12
+
+
+def test_the_first_messages_after_an_outage_are_judged_with_all_ranks() -> None:
+    """Each of hundreds of steps of one rank."""
+    outage = TelemetryBatch.concat(stream(with_lengths=True, faulty=True, steps=300))
+    detector, named = Detector(JOB), set()
+    for message in by_rank(outage, 0):
+        named |= names(detector.update(message))
+    assert named == {SLOW}
+    assert detector.counters["late"] == detector.counters["astray"] == 0
+    assert detector.verdicts()[SLOW].since_step == pytest.approx(12, abs=1)

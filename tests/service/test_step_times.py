@@ -71,7 +71,7 @@ def test_a_job_whose_ranks_all_jump_is_followed():
 
 
 def test_a_message_of_thousands_of_steps_opens_few_at_a_time():
-    times, alone = StepTimes([0, 1]), StepTimes([0, 1])
+    times, alone = StepTimes(range(4096)), StepTimes([0, 1])
     whole = message(0, range(3000))
     shuffled = whole.select(np.random.default_rng(0).permutation(len(whole)))
     closed = times.add(shuffled)
@@ -79,3 +79,12 @@ def test_a_message_of_thousands_of_steps_opens_few_at_a_time():
     assert len(closed) > 2500
     assert closed[7].ranks == {0: (5.0, 0.0, 0.0, 5.0)}
     assert alone.add(message(0, range(200))) == []  # these wait for rank 1
+
+
+def test_after_an_outage_all_ranks_are_waited_for_though_one_is_three_messages_ahead():
+    times, length, closed = StepTimes(range(8)), 300, []
+    others = [(rank, part) for part in range(5) for rank in range(1, 8)]
+    for rank, part in [*((0, at) for at in range(3)), *others[:14], (0, 3), (0, 4), *others[14:]]:
+        closed += times.add(message(rank, range(part * length, (part + 1) * length)))
+    assert [step.step for step in closed] == list(range(5 * length - 1))
+    assert {len(step.ranks) for step in closed} == {8}
