@@ -18,9 +18,9 @@ JOB = Job(name="job", layout=GRID, microbatches=MICROBATCHES, model=SHAPE)
 
 
 class Answers:
-    """A client whose answers are given beforehand: an error, or nothing new."""
+    """A client whose answers are given beforehand: an error, a plan, or nothing new."""
 
-    def __init__(self, *answers: ServiceError | None) -> None:
+    def __init__(self, *answers: ServiceError | Plan | None) -> None:
         self._answers = list(answers)
         self.asked = 0
 
@@ -29,9 +29,10 @@ class Answers:
 
     def plan(self, job: str, *, after: int, wait: float) -> Plan | None:
         self.asked += 1
-        if error := self._answers.pop(0):
-            raise error
-        return None
+        answer = self._answers.pop(0)
+        if isinstance(answer, ServiceError):
+            raise answer
+        return answer
 
 
 def test_each_silence_of_the_sidecar_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,3 +94,16 @@ def test_a_long_poll_that_is_answered_at_once_is_not_repeated_at_once(
     current = Plan(version=0, layout=GRID, quotas=JOB.quotas)
     assert source.joined(current, (9,), 0) is None
     assert client.asked < 20, "but until the patience is over"
+
+
+def test_a_job_that_starts_again_from_an_earlier_step_does_not_wait_for_that_of_its_plan() -> None:
+    """Records of plan 0 are ignored while the sidecar's plan is 1."""
+    known = Plan(version=1, layout=GRID, quotas=JOB.quotas, from_step=102)
+    source = ServicePlans(
+        Answers(known, known),  # type: ignore[arg-type]
+        JOB,
+        patience=timedelta(seconds=1),
+    )
+    first = Plan(version=0, layout=GRID, quotas=JOB.quotas)
+    for plan in (source.wait(0, 1.0), source.joined(first, (), 60)):
+        assert plan == replace(known, from_step=0)

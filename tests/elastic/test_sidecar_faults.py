@@ -53,7 +53,7 @@ def from_sidecar(folder: Path) -> ServicePlans:
 def sidecar(folder: Path, how: str) -> Iterator[subprocess.Popen[bytes]]:
     """The stand-in, with one plan to offer."""
     offered = folder / "plan.json"
-    offered.write_text(json.dumps(to_json(plan(1, SHIFTED, quotas=(4, 2), from_step=2))))
+    offered.write_text(json.dumps(to_json(plan(1, SHIFTED, quotas=(4, 2)))))
     arguments = [sys.executable, "-m", "tests.elastic.sidecar", str(folder), str(offered), how]
     process = subprocess.Popen(arguments, cwd=Path(__file__).parents[2])
     try:
@@ -95,7 +95,7 @@ def test_lost_while_its_plan_is_taken_on(
     phase: Phase, with_signal: int, alone: Outcome, tmp_path: Path
 ) -> None:
     """Killed, or silent from now on; all ranks switch, and the next loss is planned in-process."""
-    faults = (Fault(3, phase, step, with_signal, victim="sidecar") for step in range(2, 9))
+    faults = (Fault(3, phase, step, with_signal, victim="sidecar") for step in range(9))
     with sidecar(tmp_path, "whole"):
         outcome = run(case(*faults), tmp_path, timeout_s=300)
     assert_went_on(outcome, alone)

@@ -229,14 +229,16 @@ class ServicePlans:
     def _poll(self, after: int, seconds: float) -> Plan | None:
         """Return the sidecar's next plan, or None after `seconds`, or before where a proxy answers.
 
-        What answers much too early is not asked again at once.
+        The plan may hold at once: its first step is the one after the newest reported, at which a
+        job that went back to a checkpoint arrives late. What answers much too early is not asked
+        again at once.
         """
         start = time.monotonic()
         plan = self._client.plan(self._job.name, after=after, wait=seconds)
         waited_s = time.monotonic() - start
         if plan is None and waited_s < seconds / 2:
             time.sleep(min(seconds - waited_s, _PAUSE_S))
-        return plan
+        return None if plan is None else replace(plan, from_step=0)
 
     def _await_plan(self, current: Plan, available: Collection[int]) -> Plan | None:
         """The sidecar's next plan that uses `available` ranks only; None after the patience."""
