@@ -202,6 +202,7 @@ class LayoutState(Persistent):
         at = at[at >= 0]
         fresh = at[table.status[at] != FAIL_STOP]
         table.status[fresh], table.since[fresh] = FAIL_STOP, -1 if known is None else known
+        table.carried[fresh] = False  # its last records on this layout bring it not back
         found: list[int] = self.places.ranks[at].tolist()
         return found
 

@@ -325,3 +325,19 @@ def test_a_rank_that_records_bring_back_is_given_time_for_its_first_heartbeat() 
         detector.update(replace(step, plan_version=1))
     assert detector.check_alive(90.0) == []
     assert state_of_5(detector) is Status.HEALTHY
+
+
+def test_a_slow_rank_that_dies_in_the_first_steps_of_a_plan_stays_dead() -> None:
+    """Its last records come with those of the others, after the report."""
+    fault = Fault(rank=5, factor=1.5, from_step=8)
+    steps = list(steps_of(JOB, [300, 700, 2000], steps=30, seed=3, faults=[fault]))
+    detector = Detector(JOB)
+    for step in steps[:20]:
+        detector.update(step)
+    assert state_of_5(detector) is Status.FAIL_SLOW
+    detector.apply_plan(Plan(version=1, layout=JOB.layout, quotas=JOB.quotas))
+    detector.update(replace(steps[20], plan_version=1))
+    detector.report_failure([5], step=21)
+    for step in steps[21:24]:
+        assert detector.update(replace(step, plan_version=1)) == []
+    assert state_of_5(detector) is Status.FAIL_STOP
