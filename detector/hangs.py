@@ -214,7 +214,7 @@ class HangTracker(Persistent):
         position = stay.position
         if position.op is None:
             return math.inf if nobody_waits else _PAUSE_S
-        if nobody_waits or position.step <= self._first_steps.get(rank, -1):
+        if nobody_waits or position.step == self._first_steps.get(rank):
             return _PAUSE_S
         shortest_s, longest_s = _SHORTEST_S, self._longest_s
         if position.op is Op.DATA:

@@ -136,6 +136,15 @@ def test_the_first_step_of_a_process_may_take_long() -> None:
     assert run.changed == []
 
 
+def test_a_step_before_the_first_of_a_process_is_like_any_later_one() -> None:
+    """The job went back to a checkpoint in place."""
+    run = Run()
+    run.detector = Detector(JOB)
+    run.stay(dict.fromkeys(range(4), at(Op.FORWARD, 0, step=12)), 3)
+    run.stay({0: WAITING, 1: HUNG, 2: WAITING, 3: WAITING}, 20)
+    assert run.named() == {1: Status.SUSPECT}
+
+
 def test_a_stage_that_waits_for_the_hung_one_is_not_the_cause() -> None:
     """Ranks 0 and 1 are the stages of the first replica."""
     run = Run(STAGES)
