@@ -90,7 +90,9 @@ class ReactionLog:
     done: tuple[Reaction, ...] = ()
 
     def step(self, step: int, now_s: float) -> None:
-        """Note that a step is whole."""
+        """Note that a step is whole; later ones are of before the job went back to it."""
+        while self.steps and next(reversed(self.steps)) >= step:
+            self.steps.popitem()
         self.steps[step] = now_s
         while len(self.steps) > _MOST_STEPS:
             del self.steps[next(iter(self.steps))]

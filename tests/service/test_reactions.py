@@ -100,6 +100,15 @@ def test_an_onset_that_is_forgotten_leaves_the_other_parts() -> None:
     assert len(log.steps) < 5_000
 
 
+def test_an_onset_after_a_job_went_back_is_not_the_time_of_the_step_before() -> None:
+    log = ReactionLog()
+    for now_s, step in enumerate((*range(100), *range(60, 64)), start=500):
+        log.step(step, float(now_s))
+    log.fault(3, "fail_slow", 62, 63, 604.0)
+    log.fault(4, "fail_slow", 64, 64, 605.0)
+    assert [fault.onset.unix_s for fault in log.faults.values()] == [602.0, 605.0]
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[[list[float]], JobSession]]:
     """Sessions whose clock is the last entry of a list."""
