@@ -64,8 +64,8 @@ class HttpMetrics:
         )  # fmt: skip
 
         self._cut = PrometheusCounter(
-            "resihp_http_cut", "connections closed because a request stopped arriving", ("part",),
-            registry=self.registry,
+            "resihp_http_cut", "connections closed because a request stopped arriving",
+            ("process", "part"), registry=self.registry,
         )  # fmt: skip
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -76,7 +76,7 @@ class HttpMetrics:
 
     def count_cut(self, part: str) -> None:
         """Count a connection that is cut while it waits for the head or the body of a request."""
-        self._cut.labels(part).inc()
+        self._cut.labels(self._process, part).inc()
 
 
 async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> bytes:
