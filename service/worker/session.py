@@ -496,17 +496,20 @@ class JobSession:
         return parts | arrays
 
     def resume(self, saved: dict[str, bytes]) -> None:
-        """Restore a saved state. One that is unreadable becomes an event, and the session starts
-        with a new detector."""
+        """Restore a saved state. One that is unreadable becomes an event, and the session goes on
+        with a new detector, under the plans of the state if at least these can be read."""
         self._guarded("resume", lambda: self._restore(saved))
 
     def _restore(self, saved: dict[str, bytes]) -> None:
         state = from_json(SessionState, msgpack.unpackb(saved["session"]))
-        steps = StepTimes(state.planning.active.layout.ranks)
+        self._state = replace(state, links=())  # none is compared by a new detector yet
+        self._forecast = Forecast(self.job, state.forecast)
+        plan = self.planning.active
+        self._steps, steps = StepTimes(plan.layout.ranks), StepTimes(plan.layout.ranks)
+        self._detector.apply_plan(plan)
         steps.load(unpack(saved["steps"], saved))
         self._detector = self._adapters.restore(self.job, saved["detector"], saved)
         self._state, self._steps = state, steps
-        self._forecast = Forecast(self.job, state.forecast)
 
 
 def _rounded(ms: float | None) -> float | None:

@@ -140,6 +140,24 @@ def test_an_account_survives_a_restart(sessions):
     assert len(other.changes.plans) == 1
 
 
+@pytest.mark.parametrize("part", ["detector", "steps"])
+def test_plans_survive_a_detector_whose_state_cannot_be_read(sessions, part):
+    """As that of another version of the service."""
+    session = sessions()
+    tell(session, 0, 1, 2, slow=(3,))
+    tell(session, 3, version=1)
+    other = sessions()
+    other.resume(session.save() | {part: b"of another format"})
+    assert [kind for kind, _ in other.changes.events] == ["error"]
+    assert other.planning.active == session.planning.active
+    tell(other, 4, version=1)
+    assert other.last_step == 4
+    tell(other, 5, slow=(5,), version=1)
+    (plan,) = other.changes.plans
+    assert (plan.version, plan.from_step) == (2, 6)
+    assert not {3, 5} & set(plan.layout.ranks)
+
+
 def test_what_recovers_in_time_is_not_acted_on(sessions):
     session = sessions(device="dear")
     tell(session, 0, 1, 2, slow=(3,))
