@@ -229,7 +229,10 @@ class JobSession:
         batch = joined(run)
         ranks = sorted(frozenset().union(*(part.ranks for part in run)))
         revived = self._detector.heard(ranks, self._state.clock.latest_s, batch)
+        restarts = self._detector.counters["restarts"]
         changed = [*revived, *self._detector.update(batch)]
+        if self._detector.counters["restarts"] > restarts:
+            self._state.links = ()  # compared anew, which says of none that it is healthy again
         self._guarded("telemetry", lambda: self._follow(batch, changed))
 
     def _follow(self, batch: TelemetryBatch, changed: list[Verdict]) -> None:
@@ -320,6 +323,7 @@ class JobSession:
         for rank in list(departed)[: max(len(departed) - _MOST_DEPARTED, 0)]:
             del departed[rank]
         self._detector.apply_plan(plan)
+        self._state.links = ()  # compared anew, which says of none that it is healthy again
         now = self.last_step, self._unix_s()
         reaction = self._state.reactions.applied(plan.version, *now)
         told = {} if reaction is None else {"reaction": reaction.document()}

@@ -57,6 +57,7 @@ class FakeDetector:
         self.known: dict[int, Verdict] = {}
         self.beats: dict[int, float] = {}
         self.transfers: dict[tuple[int, int], tuple[float, int]] = {}
+        self.counters = {"restarts": 0}
 
     def update(self, batch: TelemetryBatch) -> list[Verdict]:
         if 666 in batch.microbatch:
@@ -118,6 +119,8 @@ class FakeDetector:
         return Diagnosis(slowdown=1.25, root_cause=Cause.DEVICE, attribution={Cause.DEVICE: 1.0})
 
     def apply_plan(self, plan: Plan) -> None:
+        if plan.version != self.plan_version:
+            self.transfers = {}
         self.plan_version = plan.version
 
     def take_heartbeats(self, heartbeats: Iterable[Heartbeat], now: float) -> list[Verdict]:

@@ -24,6 +24,7 @@ from resihp.contracts import (
     Protection,
     Status,
     TelemetryBatch,
+    to_json,
 )
 from resihp.contracts.codec import encode
 from scheduler import replan
@@ -31,7 +32,7 @@ from service.store.documents import JobMessage, MessageKind, link_in_short
 from service.worker.planning import Planner, PlanningState
 from service.worker.session import JobSession
 from tests.service.conftest import Http, batch_of, eventually, job_of
-from tests.service.fakes import fake_adapters
+from tests.service.fakes import FakeDetector, fake_adapters
 from tests.service.test_api import read_events
 
 LINKS = ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -168,6 +169,44 @@ def test_a_link_stays_slow_until_it_was_slow_under_the_new_plan_and_recovered():
     for verdicts in ([], [suspect], [slow]):
         assert state.slow_links(verdicts) == (slow,)
     assert state.slow_links([]) == ()
+
+
+def link_events(session: JobSession) -> list[str]:
+    told = [told["link"]["status"] for kind, told in session.changes.events if kind == "link"]
+    session.changes.events.clear()
+    return told
+
+
+@pytest.mark.parametrize("why", ["plan", "restart", "state"])
+def test_a_link_that_is_compared_anew_is_not_said_to_be_healthy(start, why, monkeypatch):
+    """Under a new plan, after the job went back, or as the detector's state cannot be read."""
+    session = start()
+    send(session, 1_000, with_transfers(7, 2, 5))
+    assert link_events(session) == ["fail_slow"]
+    version = 0
+    if why == "plan":
+        plan, version = session.planning.active, 1
+        own = {"plan": to_json(replace(plan, version=1)), "lost": [], "step": 7}
+        session.apply(JobMessage("2000-0", MessageKind.OWN_PLAN, json.dumps(own).encode()))
+    elif why == "state":
+        saved = session.save() | {"detector": b"of another format"}
+        session = start()
+        session.resume(saved)
+    else:
+        take = FakeDetector.update
+
+        def begin_anew(detector, batch):
+            if batch.step.min() == 3:
+                detector.counters["restarts"] += 1
+                detector.transfers.clear()
+            return take(detector, batch)
+
+        monkeypatch.setattr(FakeDetector, "update", begin_anew)
+    send(session, 3_000, replace(batch_of(3), plan_version=version))
+    assert link_events(session) == []
+    for step, ms in enumerate((5, 2), start=4):
+        send(session, 1_000 * step, replace(with_transfers(step, 2, ms), plan_version=version))
+    assert link_events(session) == ["fail_slow", "healthy"]
 
 
 def test_an_event_names_the_first_ranks_of_a_large_group():
