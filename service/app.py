@@ -83,6 +83,7 @@ def create_app(
     app = FastAPI(
         title="ResiHP sidecar",
         description="Keeps hybrid-parallel training fast and alive on imperfect machines.",
+        servers=[{"url": "."}],  # that of the document: a proxy may serve it under a prefix
         docs_url=None,  # the framework's own page loads assets from a CDN
         redoc_url=None,
         lifespan=lifespan,

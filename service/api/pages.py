@@ -49,12 +49,12 @@ async def metrics(ctx: Ctx) -> Response:
 
 @router.get("/docs", include_in_schema=False)
 async def docs() -> HTMLResponse:
-    """Swagger UI, from the installed package."""
+    """Swagger UI, from the installed package; addresses as in the dashboard."""
     return get_swagger_ui_html(
-        openapi_url="/openapi.json",
+        openapi_url="openapi.json",
         title="ResiHP sidecar",
-        swagger_js_url="/assets/swagger/swagger-ui-bundle.js",
-        swagger_css_url="/assets/swagger/swagger-ui.css",
+        swagger_js_url="assets/swagger/swagger-ui-bundle.js",
+        swagger_css_url="assets/swagger/swagger-ui.css",
         swagger_favicon_url="data:,",
     )
 

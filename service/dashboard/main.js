@@ -175,7 +175,7 @@ async function poll() {
   setTimeout(poll, 3000);
 }
 
-$("origin").textContent = location.origin;
+$("origin").textContent = new URL(".", location.href).href.replace(/\/$/, "");
 $("theme").addEventListener("click", () => {
   const { theme } = document.documentElement.dataset;
   remember("localStorage", "resihp-theme", theme === "dark" ? "light" : "dark");

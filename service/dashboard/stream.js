@@ -1,5 +1,6 @@
 // API requests with the token, and server-sent events over fetch (an EventSource cannot send
-// the token), resumed after an interruption.
+// the token), resumed after an interruption. Addresses are relative to the page: a proxy may serve
+// it under a prefix.
 import { recall } from "./dom.js";
 
 const token = () => recall("sessionStorage", "resihp-token");
@@ -12,7 +13,7 @@ export class Unauthorized extends Error {}
 // The browser's cache makes the request conditional: what is unchanged is not sent again.
 export async function get(path) {
   const signal = AbortSignal.timeout(SILENT_MS);
-  const answer = await fetch(`/v1${path}`, { headers: headers(), cache: "no-cache", signal });
+  const answer = await fetch(`v1${path}`, { headers: headers(), cache: "no-cache", signal });
   if (answer.status === 401) throw new Unauthorized();
   if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
   return answer.json();
@@ -34,7 +35,7 @@ export function follow(path, onEvent, onState) {
     heard();
     try {
       const more = last ? { "Last-Event-ID": last } : {};
-      const answer = await fetch(`/v1${path}`, {
+      const answer = await fetch(`v1${path}`, {
         headers: { ...headers(), ...more },
         cache: "no-store",
         signal: request.signal,

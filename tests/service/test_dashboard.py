@@ -6,7 +6,9 @@ import contextlib
 import json
 import re
 import shutil
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -426,6 +428,57 @@ def test_what_is_unchanged_is_not_sent_again(tmp_path: Path, browser: webdriver.
             return any("http_requests_total" in line and parts in line for line in lines)
 
         eventually(unchanged)
+
+
+@contextlib.contextmanager
+def behind_a_proxy(http: Http, prefix: str) -> Iterator[str]:
+    """The address of a sidecar behind a proxy that strips `prefix`."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            inner = self.path.removeprefix(prefix)
+            if inner == self.path:
+                self.send_error(404)
+                return
+            answer = http("GET", inner, headers=dict(self.headers), preload_content=False)
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.headers.get("Content-Type", ""))
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while part := answer.read1():
+                    self.wfile.write(part)
+            answer.close()
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}{prefix}"
+        finally:
+            server.shutdown()
+
+
+def test_the_pages_work_behind_a_proxy_with_a_prefix(tmp_path: Path, browser: webdriver.Chrome):
+    settings = Settings(redis_url=None, data=tmp_path / "data")
+    with running(settings) as http, behind_a_proxy(http, "/some/prefix") as url:
+        for page in ("/", "/dashboard"):
+            browser.get(url + page)
+            eventually(lambda: f'url="{url}"' in text(browser, "#empty"))
+        http.register(job_of("proxied"))
+        eventually(lambda: "Registered as proxied" in text(browser, "#log"))
+        browser.find_element(By.LINK_TEXT, "API").click()
+        eventually(lambda: "/v1/jobs/{job}/telemetry" in text(browser, "#swagger-ui"))
+        for part in ("opblock-summary-control", "try-out button", "execute-wrapper button"):
+            selector = f'.opblock[id*="livez"] .{part}'
+            eventually(lambda selector=selector: browser.find_elements(By.CSS_SELECTOR, selector))
+            browser.find_element(By.CSS_SELECTOR, selector).click()
+        eventually(lambda: text(browser, ".request-url"))
+        assert text(browser, ".request-url") == f"Request URL\n{url}/v1/livez"
+        assert [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
+        browser.get("about:blank")
 
 
 def test_the_api_page_works_without_the_net(http: Http, browser: webdriver.Chrome):
