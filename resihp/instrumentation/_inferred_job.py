@@ -3,8 +3,8 @@
 Each rank writes its tensor-parallel group, pipeline group and stages to the store of the default
 process group, under keys of this job: a process may train several models. Rank 0 reads them all,
 from the thread that sends telemetry and without waiting, and marks there that it has. Each of the
-others looks for that mark alone, so that the store of a job of thousands of ranks has little to do.
-Training neither takes part in a collective operation nor blocks.
+others looks for that mark alone, until it has seen it, so that the store of a job of thousands of
+ranks has little to do. Training neither takes part in a collective operation nor blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
+from threading import Thread
 from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,8 @@ _KEY = "resihp/instrument"
 _PATIENCE_S = 60.0
 """Time after which ranks that have not described themselves are taken for data-parallel ones, and
 rank 0 is no longer waited for."""
+_ANSWER_S = 1.0
+"""Time for which the store's answer is awaited; the store of a host that hangs gives none."""
 
 _jobs: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """Number of this process's jobs of each name that have described themselves in a store."""
@@ -120,7 +123,7 @@ class InferredJob:
 
     def is_described(self) -> bool:
         """Return whether rank 0 has described the job, or is not waited for any more."""
-        return self._others.is_described() or self._is_late()
+        return self._is_late() or self._others.is_described()
 
     def _is_late(self) -> bool:
         if self._asked_s is None:
@@ -150,6 +153,8 @@ class _Descriptions:
             number, numbers[name] = numbers[name], numbers[name] + 1
         self._key = f"{_KEY}/{name}/{number}"
         self._described = f"{self._key}/described"
+        self._is_described = self._store is None
+        self._asking: Thread | None = None
 
     def publish(self) -> None:
         """Write this rank's description."""
@@ -178,8 +183,22 @@ class _Descriptions:
             self._store.set(self._described, "1")
 
     def is_described(self) -> bool:
-        """Return whether the mark is there."""
-        return self._store is None or bool(self._store.check([self._described]))
+        """Return whether the mark has been seen, or the store has been lost.
+
+        A thread of its own asks: a store does not answer while its host hangs, nor while this
+        process waits in it.
+        """
+        if not self._is_described and (self._asking is None or not self._asking.is_alive()):
+            self._asking = Thread(target=self._ask, name="resihp-store", daemon=True)
+            self._asking.start()
+            self._asking.join(_ANSWER_S)
+        return self._is_described
+
+    def _ask(self) -> None:
+        try:
+            self._is_described = bool(self._store.check([self._described]))
+        except Exception:  # noqa: BLE001 the boundary: nobody can set the mark any more
+            self._is_described = True
 
 
 def _parsed(rank: int, text: bytes) -> RankDescription:

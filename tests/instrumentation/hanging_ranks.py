@@ -60,9 +60,28 @@ class _Batches(Dataset):
 
 def train(rank: int, host: str, port: int, url: str, folder: Path) -> None:
     """Train until killed; hang where `folder/WHERE-RANK` says for how many seconds."""
+    _train(_store(host, port), rank, url, folder)
+
+
+def train_by_store_of_rank_0(rank: int, host: str, port: int, url: str, folder: Path) -> None:
+    """Train as `train` does, with a store of the process group that rank 0 hosts."""
+    launcher = _store(host, port)
+    if rank == 0:
+        store = _store(host, 0, is_master=True)
+        launcher.set("port", str(store.port))
+    else:
+        store = _store(host, int(launcher.get("port")))
+    _train(store, rank, url, folder)
+
+
+def _store(host: str, port: int, *, is_master: bool = False) -> dist.TCPStore:
+    patience = timedelta(seconds=300)
+    return dist.TCPStore(host, port, is_master=is_master, timeout=patience, wait_for_workers=False)
+
+
+def _train(store: dist.TCPStore, rank: int, url: str, folder: Path) -> None:
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=300))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     model = DistributedDataParallel(Model(rank, folder))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from resihp.client import Client
 from resihp.contracts import ServiceError, Status
 from resihp.testing.local_ranks import LocalRanks
 from service.launch import Sidecar
-from tests.instrumentation.hanging_ranks import RANKS, order, train
+from tests.instrumentation.hanging_ranks import RANKS, order, train, train_by_store_of_rank_0
 
 PATIENCE_S = 250.0
 INNERMOST = {"backward": "_carry_out", "loader": "_carry_out", "collective": "all_reduce"}
@@ -82,3 +83,25 @@ def test_an_evaluation_by_one_rank_is_no_hang(tmp_path):
             if steps > 100 and not ordered:
                 order(evaluation, seconds=45)
                 ordered = steps
+
+
+@pytest.mark.soak
+def test_rank_that_hosts_the_store_and_stops_is_named_and_no_other(tmp_path):
+    with Sidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
+        client = Client(sidecar.url)
+        ranks.start(range(RANKS), train_by_store_of_rank_0, sidecar.url, tmp_path)
+        deadline = time.monotonic() + PATIENCE_S
+        is_stopped, failed = False, set()
+        while not failed:
+            ranks.poll(0.2)
+            assert not ranks.exit_codes, ranks.logs()
+            assert time.monotonic() < deadline, ranks.logs()
+            verdicts = []
+            with contextlib.suppress(ServiceError):  # the job is registered after its first step
+                verdicts = client.verdicts("hanging")
+            failed = {each.rank for each in verdicts if each.status is Status.FAIL_STOP}
+            if len(verdicts) == RANKS and (verdicts[2].step or 0) > 100 and not is_stopped:
+                ranks.kill(0, signal.SIGSTOP)
+                is_stopped = True
+        assert is_stopped
+        assert failed == {0}

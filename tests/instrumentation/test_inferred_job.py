@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -133,11 +134,11 @@ def test_job_name(monkeypatch, environment, script, name):
 
 
 class CountingStore:
-    """A store that counts how often each rank's description is read."""
+    """A store that counts how often each rank's description is read, and what it is asked."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self.reads = 0
+        self.reads = self.asked = 0
 
     def set(self, key, value):
         self.values[key] = value.encode()
@@ -147,6 +148,7 @@ class CountingStore:
         return self.values[key]
 
     def check(self, keys):
+        self.asked += 1
         return all(key in self.values for key in keys)
 
 
@@ -155,7 +157,7 @@ def test_rank_0_alone_reads_the_descriptions():
     jobs = []
     for own in described(layout, 1):
         job = InferredJob("j", own, Schedule.ONE_F_ONE_B, layout=None, microbatches=None)
-        job._others._store, job._others._world = store, 4
+        job._others._store, job._others._world, job._others._is_described = store, 4, False
         job.count(2)
         jobs.append(job)
     first, *others = jobs
@@ -170,6 +172,58 @@ def test_rank_0_alone_reads_the_descriptions():
     assert job.layout == layout
     assert all(job.is_described() for job in others)
     assert store.reads == 4
+
+
+def another(store) -> InferredJob:
+    """The job on rank 1 of two, whose store is `store`."""
+    own = RankDescription(1, (1,))
+    job = InferredJob("j", own, Schedule.ONE_F_ONE_B, layout=None, microbatches=2)
+    job._others._store, job._others._world, job._others._is_described = store, 2, False
+    return job
+
+
+def test_the_store_is_not_asked_again_once_the_job_is_described():
+    store = CountingStore()
+    job = another(store)
+    assert not job.is_described()
+    job._others.mark_described()
+    assert [job.is_described() for _ in range(3)] == [True] * 3
+    assert store.asked == 2
+
+
+class LostStore:
+    """A store whose host is lost: it raises, or does not answer until `answers` is set."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.answers, self.asked = threading.Event(), 0
+        if not hangs:
+            self.answers.set()
+
+    def check(self, keys):
+        self.asked += 1
+        assert self.answers.wait(300)
+        raise torch.distributed.DistNetworkError("Broken pipe")
+
+
+def test_a_lost_store_is_not_waited_for():
+    store = LostStore(hangs=False)
+    assert another(store).is_described()
+    assert store.asked == 1
+
+
+def test_a_store_that_does_not_answer_delays_no_more_than_a_late_rank_0(monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr("resihp.instrumentation._inferred_job.monotonic", lambda: now_s)
+    monkeypatch.setattr("resihp.instrumentation._inferred_job._ANSWER_S", 0.001)
+    store = LostStore(hangs=True)
+    job = another(store)
+    try:
+        assert [job.is_described() for _ in range(3)] == [False] * 3
+        assert store.asked == 1
+        now_s = 61.0
+        assert job.is_described()
+    finally:
+        store.answers.set()
 
 
 WIDE = Layout.grid(dp=1, pp=1, tp=2, layers=1)
