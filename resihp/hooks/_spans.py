@@ -162,6 +162,11 @@ class Span(TimedBlock):
         """End without a record."""
         self._recording.open = self._outer
 
+    def leave_if_open(self) -> None:
+        """End without a record if this is the innermost open block."""
+        if self._recording.open is self:
+            self.leave()
+
     def measure_waiting(self) -> None:
         """Count no `Waiting` block as no waiting, instead of as waiting that is not measured."""
         raise NotImplementedError

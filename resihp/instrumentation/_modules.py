@@ -17,6 +17,8 @@ from weakref import ref
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from resihp.hooks._spans import Span
+
 from ._call_arguments import Lengths, argument_names, work_of_call
 from ._pass_timer import BACKWARD, FORWARD, PassTimer, backward_under_way
 from ._patches import Patches
@@ -64,7 +66,7 @@ class ModulePasses:
     def _timed(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
         compiling = torch.compiler.is_compiling  # a constant for the compiler
         module, before, after = self._module, self._before, self._after
-        failures = self._timer.recording.failures
+        timer, failures = self._timer, self._timer.recording.failures
 
         def call(*args: Any, **kwargs: Any) -> Any:
             run = module()._call_impl if compiled is None else compiled
@@ -72,10 +74,15 @@ class ModulePasses:
                 return run(*args, **kwargs)
             index = -1
             try:
-                index = before(args, kwargs)
-            except Exception as error:  # noqa: BLE001 the boundary: training goes on
-                failures.add("instrumentation", error)
-            output = run(*args, **kwargs)
+                try:
+                    index = before(args, kwargs)
+                except Exception as error:  # noqa: BLE001 the boundary: training goes on
+                    failures.add("instrumentation", error)
+                output = run(*args, **kwargs)
+            except BaseException:
+                if timer.op == FORWARD:
+                    timer.drop()
+                raise
             if index >= 0:
                 try:
                     after(index, output)
@@ -148,8 +155,8 @@ class FinalWait:
         self.is_possible = self._queue is not None
         self.expected = -2
         self._begun: Any = None
-        self._on_gradients = timer.safely(self._gradients_ready)
-        self._on_end = timer.safely(self._all_done)
+        self.on_gradients = timer.safely(self._gradients_ready)
+        self.on_end = timer.safely(self._all_done)
 
     def expect(self, under_way: int) -> None:
         """Time the waiting of the backward pass that runs now, by `backward_under_way`; a second
@@ -159,13 +166,13 @@ class FinalWait:
         if self.expected == under_way:
             return
         self.expected = under_way
-        queue(self._on_gradients)
+        queue(_Ending(self, self._timer.under_way))
 
-    def _gradients_ready(self) -> None:
+    def _gradients_ready(self, ending: _Ending) -> None:
         queue = self._queue
         assert queue is not None
         self._begun = self._timer.begin_final_wait()
-        queue(self._on_end)
+        queue(ending.end)
 
     def _all_done(self) -> None:
         begun, self._begun = self._begun, None
@@ -173,6 +180,27 @@ class FinalWait:
         self.expected = -2
         if self._then is not None:
             self._then()
+
+
+class _Ending:
+    """End of one backward pass, as autograd calls it. If the pass raises autograd frees it instead,
+    and `span` is under way no longer."""
+
+    __slots__ = ("_final", "_span")
+
+    def __init__(self, final: FinalWait, span: Span | None) -> None:
+        self._final, self._span = final, span
+
+    def __call__(self) -> None:
+        self._final.on_gradients(self)
+
+    def end(self) -> None:
+        self._span = None
+        self._final.on_end()
+
+    def __del__(self) -> None:
+        if self._span is not None:
+            self._span.leave_if_open()
 
 
 def before_gradient(tensor: torch.Tensor, call: Callable[[Any], None]) -> None:

@@ -34,13 +34,14 @@ class PassTimer:
     """Times the passes of the steps of one rank.
 
     A step begins with its first pass and ends with `end_update`, unless the user's code encloses
-    steps in `monitor.step()` blocks of its own. A pass that an exception ended leaves no record: it
-    is dropped when the next one begins. Passes inside a block of the user's are left to that block.
+    steps in `monitor.step()` blocks of its own. A pass that an exception ended leaves no record.
+    Passes inside a block of the user's are left to that block.
 
     measures_waiting  whether all waiting for other ranks is seen; where it is not, the waiting of
                       passes is unknown instead of 0
     on_step_end       called at the end of each step with the number of its forward passes
     is_stopped        whether no pass begins any more
+    under_way         the pass under way, or one that raised since
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PassTimer:
         self._between_steps = between_steps
         self._stream = -1
         self._data_ns, self._is_data_marked = 0, False
-        self._open: Span | None = None
+        self.under_way: Span | None = None
         self._step: StepSpan | None = None
         self._ends_with_backward = False
         self._halves: dict[tuple[int, int], Span] = {}
@@ -62,7 +63,7 @@ class PassTimer:
     @property
     def op(self) -> int:
         """Kind of the pass under way; -1 if none."""
-        return -1 if self._open is None else self._open.op
+        return -1 if self.under_way is None else self.under_way.op
 
     def begin(self, op: int, *, chunk: int = 0, index: int = -1, work: Work | None = None) -> int:
         """Begin a pass; return its microbatch. `index` -1: the number of earlier forward passes of
@@ -70,8 +71,7 @@ class PassTimer:
         if self.is_stopped:
             return -1
         recording = self.recording
-        if self._open is not None:
-            self._drop()
+        self.drop()
         outer = recording.open
         if outer is None:
             self._step = StepSpan(recording, self._between_steps)
@@ -95,7 +95,7 @@ class PassTimer:
     def identify(self, *, chunk: int, index: int, work: Work | None = None) -> None:
         """Say which pass is under way, and that this thread runs it, where that was not known as it
         began."""
-        span = self._open
+        span = self.under_way
         if span is not None:
             span.chunk, span.microbatch = chunk, index
             span.work = span.work if work is None else work
@@ -103,17 +103,17 @@ class PassTimer:
 
     def end(self) -> None:
         """End the pass under way."""
-        span = self._open
+        span = self.under_way
         if span is None:
             return
-        self._open = None
+        self.under_way = None
         span.__exit__(None, None, None)
         if self._ends_with_backward and span.op == BACKWARD:
             self._end_step()
 
     def end_half(self, *, is_last: bool) -> None:
         """End one half of a split backward pass, which becomes a record with the other half."""
-        span = self._open
+        span = self.under_way
         if span is None:
             return
         recording = self.recording
@@ -131,6 +131,14 @@ class PassTimer:
         else:
             self._halves[key] = whole[0] if first is None else JoinedSpan(whole)
 
+    def drop(self) -> None:
+        """End the pass under way, if there is one, without a record."""
+        span = self.under_way
+        if span is not None:
+            self._passes -= span.op == FORWARD
+            span.leave_if_open()  # not so after the end of the user's step block
+            self.under_way = None
+
     def begin_update(self) -> None:
         """Begin the optimizer's update; that of a parameter inside its backward pass is part of
         the pass, after which the step ends. A backward pass that is over has raised."""
@@ -138,8 +146,7 @@ class PassTimer:
             self._ends_with_backward = True
             return
         recording = self.recording
-        if self._open is not None:
-            self._drop()
+        self.drop()
         if recording.open is not None and _is_step(recording.open):
             self._enter(recording.kind(recording, OPTIMIZER, -1, 0, -1, None))
 
@@ -154,13 +161,12 @@ class PassTimer:
             )
         if self.op == OPTIMIZER:
             self.end()
-        if self._open is None:
+        if self.under_way is None:
             self._end_step()
 
     def end_step(self) -> None:
         """End the step where no update ends it, as one that a gradient scaler skipped."""
-        if self._open is not None:
-            self._drop()
+        self.drop()
         self._end_step()
 
     def stop(self) -> None:
@@ -188,13 +194,18 @@ class PassTimer:
         end: Callable[[Arguments, Keywords, Any], object],
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a wrapper of functions that calls `begin` with the arguments before, and `end`
-        with the arguments and the result after each call; not `end` if it raises."""
+        with the arguments and the result after each call. If it raises, the pass under way is
+        dropped instead."""
         before, after = self.safely(begin), self.safely(end)
 
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                before(args, kwargs)
-                result = original(*args, **kwargs)
+                try:
+                    before(args, kwargs)
+                    result = original(*args, **kwargs)
+                except BaseException:
+                    self.drop()
+                    raise
                 after(args, kwargs, result)
                 return result
 
@@ -283,14 +294,7 @@ class PassTimer:
         span.__enter__()
         if self.measures_waiting:
             span.measure_waiting()
-        self._open = span
-
-    def _drop(self) -> None:
-        assert self._open is not None
-        self._passes -= self._open.op == FORWARD
-        if self.recording.open is self._open:  # not so after the end of the user's step block
-            self._open.leave()
-        self._open = None
+        self.under_way = span
 
     def _report_passes(self) -> None:
         if self._passes and self.on_step_end is not None:

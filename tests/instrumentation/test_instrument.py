@@ -18,6 +18,7 @@ import torch
 from torch.distributions import Independent, Normal
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import resihp
 from resihp.contracts import ContractError, Op
@@ -53,12 +54,16 @@ def test_evaluation_is_not_recorded(observe):
     assert loop.passes() == one_step(0) + one_step(1)
 
 
-def test_failed_forward_pass_leaves_no_record(observe):
-    loop = observe()
+def fail_in_forward(loop):
     loop.model.broken = True
     with pytest.raises(ValueError, match="broken batch"):
         loop.step()
     loop.model.broken = False
+
+
+def test_failed_forward_pass_leaves_no_record(observe):
+    loop = observe()
+    fail_in_forward(loop)
     loop.step()
     assert loop.passes() == one_step(0)
 
@@ -93,6 +98,20 @@ def test_update_after_a_failed_backward_pass_ends_the_step(observe):
     loop.optimizer.step()
     loop.step()
     assert loop.passes() == [(0, FORWARD, 0), (0, OPTIMIZER, -1), *one_step(1)]
+
+
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
+def test_failed_pass_is_under_way_no_longer(observe, fail):
+    loop = observe(heartbeat_s=0.01)
+    loop.step()
+    fail(loop)
+    beats = loop.sidecar.heartbeats
+    seen = len(beats)
+    until(lambda: len(beats) > seen + 1)
+    assert beats[-1].position.op is None
+    next(iter(DataLoader([torch.ones(1)])))
+    loop.step()
+    assert loop.records().op.tolist().count(int(Op.DATA)) == 1
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
