@@ -39,8 +39,9 @@ class ModulePasses:
     """Times the forward and backward passes of a module whose inputs are one microbatch.
 
     Forward passes without gradients (evaluation) are not recorded. A module that is called again
-    inside its own backward pass (activation checkpointing) adds to that pass. Backward passes are
-    not recorded where this torch has no `queue_callback`.
+    inside its own backward pass (activation checkpointing) adds to that pass, and so does one that
+    calls itself to its forward pass. Backward passes are not recorded where this torch has no
+    `queue_callback`.
 
     The calls are timed where torch puts those of a module that was compiled in place: around all
     of its hooks, and without the longer way that torch takes for a module with hooks.
@@ -70,7 +71,7 @@ class ModulePasses:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             run = module()._call_impl if compiled is None else compiled
-            if compiling():
+            if compiling() or timer.op == FORWARD:  # the module calls itself
                 return run(*args, **kwargs)
             index = -1
             try:

@@ -136,6 +136,28 @@ def test_model_that_is_recomputed_as_a_whole(observe):
     assert loop.passes() == one_step(0)
 
 
+class Tree(Model):
+    """Calls itself for each half of its input, down to single rows."""
+
+    def forward(self, x):
+        if len(x) == 1:
+            return super().forward(x)
+        left, right = x.chunk(2)
+        with contextlib.suppress(RuntimeError):
+            self(left[..., 1:])
+        return self(left) + self(right)
+
+
+def test_a_model_that_calls_itself_is_one_pass(observe, hands):
+    loop = observe(Tree(), clock=hands.clock)
+    loop.model.first.register_forward_hook(lambda *_: hands.pass_ms(1))
+    for _ in range(2):
+        loop.model(torch.ones(4, 3, 4)).sum().backward()
+        loop.optimizer.step()
+    assert loop.passes() == one_step(0) + one_step(1)
+    assert loop.records().compute_ms[0] == 4
+
+
 @dataclass
 class Output:
     loss: torch.Tensor
