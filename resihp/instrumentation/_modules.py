@@ -21,7 +21,7 @@ from resihp.hooks._spans import Span
 
 from ._call_arguments import Lengths, argument_names, work_of_call
 from ._pass_timer import BACKWARD, FORWARD, PassTimer, backward_under_way
-from ._patches import Patches
+from ._patches import Patches, remove_wrappers
 
 _MOST_OUTPUTS = 64
 _MOST_BESIDE_LOSS = 8
@@ -61,6 +61,7 @@ class ModulePasses:
         self._begin = timer.safely(self._begin_backward)
         if not patches.wrap(module, "_compiled_call_impl", self._timed, may_be_none=True):
             patches.wrap(module, "forward", self._timed)  # its hooks are outside of the pass
+        patches.wrap(torch.nn.Module, "_replicate_for_data_parallel", _without_wrappers)
         if getattr(module, "broadcast_buffers", False):  # of DDP; it waits in C++
             patches.wrap(module, "_sync_buffers", self._waited)
 
@@ -141,6 +142,15 @@ class ModulePasses:
         gradients = self._gradients
         if gradients.expected != under_way and self._timer.begin(BACKWARD, index=index) >= 0:
             gradients.expect(under_way)
+
+
+def _without_wrappers(original: Callable[..., Any]) -> Callable[..., Any]:
+    def replicate(module: torch.nn.Module) -> Any:
+        replica = original(module)
+        remove_wrappers(replica)  # which run the original
+        return replica
+
+    return replicate
 
 
 class FinalWait:

@@ -128,6 +128,13 @@ class _Layers:
         return partial, (self._own,)
 
 
+def remove_wrappers(copied: Any) -> None:
+    """Remove the wrappers in an object that has the attributes of another one, as they are."""
+    held = vars(copied)
+    for name in [name for name, value in held.items() if isinstance(value, _BoundWrapper)]:
+        del held[name]
+
+
 class _BoundWrapper(partial[Any]):
     """A wrapper in an object, which copies and pickles of the object lack.
 

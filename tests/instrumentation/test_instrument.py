@@ -565,6 +565,20 @@ def test_copies_of_a_model_train_and_are_not_observed(observe, copied):
     torch.compile(twin, backend="aot_eager", fullgraph=True)(torch.ones(2, 3, 4))
 
 
+@pytest.mark.parametrize("copied", [copy.copy, lambda model: model._replicate_for_data_parallel()])
+def test_shallow_copies_of_a_model_run_their_own_weights(observe, copied):
+    loop = observe()
+    loop.step()
+    replica = copied(loop.model)
+    replica.first = copy.deepcopy(replica.first)
+    torch.nn.init.zeros_(replica.first.weight)
+    x = torch.ones(2, 3, 4)
+    expected = loop.model.second(torch.relu(loop.model.first.bias.expand(2, 3, 4)))
+    assert torch.equal(replica(x), expected)
+    loop.step()
+    assert loop.passes() == one_step(0) + one_step(1)
+
+
 def test_a_saved_model_needs_no_resihp(observe):
     loop = observe(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     loop.step()
@@ -578,6 +592,7 @@ def test_monitors_may_be_removed_in_any_order(observe, order):
         (torch.utils.data.DataLoader, "__iter__"),
         (torch.amp.GradScaler, "step"),
         (torch.distributed.Work, "wait"),
+        (torch.nn.Module, "_replicate_for_data_parallel"),
     ]
     before = [getattr(*place) for place in owners]
     loops = [observe(), observe()]
