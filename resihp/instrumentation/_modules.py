@@ -8,9 +8,10 @@ and waits for the other ranks: what follows it is waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 from weakref import ref
 
@@ -26,6 +27,8 @@ from ._patches import Patches, remove_wrappers
 _MOST_OUTPUTS = 64
 _MOST_BESIDE_LOSS = 8
 """Tensors of an output that are observed; fewer where the first is a loss, which leads to all."""
+_MOST_VALUES = 1_000
+"""Values of an output that are looked at."""
 _DEPTH, _OBJECT_DEPTH = 6, 2
 
 
@@ -235,26 +238,27 @@ def gradient_tensors(output: Any) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):  # the common case, and the cheap one
         return [output] if output.requires_grad and not output.is_leaf else []
     found: list[torch.Tensor] = []
-    for value in _tensors(output, _DEPTH):
-        if value.requires_grad and not value.is_leaf:
-            found.append(value)
-            if len(found) == (_MOST_OUTPUTS if found[0].ndim else _MOST_BESIDE_LOSS):
-                break
+    values = [(output, _DEPTH)]
+    for value, depth in values:  # to which those in it are added
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad and not value.is_leaf:
+                found.append(value)
+                if len(found) == (_MOST_OUTPUTS if found[0].ndim else _MOST_BESIDE_LOSS):
+                    break
+        elif depth and value is not None:
+            inner, left = _inner(value, depth)
+            values += [(each, left) for each in islice(inner, _MOST_VALUES - len(values))]
     return found
 
 
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth:
-        inner: Any = ()
-        if isinstance(value, Mapping):
-            inner = value.values()
-        elif isinstance(value, list | tuple):
-            inner = value
-        elif is_dataclass(value):
-            inner = (getattr(value, field.name) for field in fields(value))
-        elif hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module):
-            inner, depth = vars(value).values(), min(depth, _OBJECT_DEPTH)
-        for each in inner:
-            yield from _tensors(each, depth - 1)
+def _inner(value: Any, depth: int) -> tuple[Iterable[Any], int]:
+    """Return what is in a value, and how deep that is to be searched."""
+    if isinstance(value, Mapping):
+        return value.values(), depth - 1
+    if isinstance(value, list | tuple):
+        return value, depth - 1
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)], depth - 1
+    if hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module):
+        return vars(value).values(), min(depth, _OBJECT_DEPTH) - 1
+    return (), 0

@@ -207,6 +207,26 @@ def test_outputs_that_are_many_or_in_objects(observe, form, loss):
     assert loop.passes() == one_step(0)
 
 
+class CountingRows(list):
+    """Counts how many of its rows are looked at."""
+
+    seen = 0
+
+    def __iter__(self):
+        for row in super().__iter__():
+            self.seen += 1
+            yield row
+
+
+def test_an_output_of_many_rows_is_not_searched_to_its_end(observe):
+    rows = CountingRows([[1, 2, 3, 4]] * 20_000)
+    loop = observe(Model(lambda y: {"rows": rows, "y": y}))
+    loop.model(torch.ones(2, 3, 4))["y"].sum().backward()
+    loop.optimizer.step()
+    assert loop.passes() == one_step(0)
+    assert 0 < rows.seen <= 1_000
+
+
 def test_a_backward_pass_that_cannot_be_seen_is_told_once(observe, caplog):
     loop = observe()
     kept = []
