@@ -28,7 +28,7 @@ from ._deepspeed_engines import (
 )
 from ._inferred_job import InferredJob, job_name
 from ._modules import ModulePasses, queue_callback
-from ._optimizers import OptimizerSteps
+from ._optimizers import OptimizerSteps, require_optimizers
 from ._parallelism import describe_module, describe_stages, own_rank
 from ._pass_timer import PassTimer
 from ._patches import Patches
@@ -63,6 +63,11 @@ class InstrumentedMonitor(Monitor):
         self._patches.remove()
         _collectives.forget(self._timer)
         self._timer.stop()
+
+    def _end(self) -> None:
+        """End as where nobody holds this: what is left is sent, which is not waited for."""
+        self.remove()
+        self._finalizer()
 
     def _observes(self) -> bool:
         return self._target() is not None and not self._patches.is_empty
@@ -123,6 +128,8 @@ def instrument(
             "must be a module, or a schedule or stage of torch.distributed.pipelining, "
             f"not {type(target).__name__}",
         )
+    if not is_engine(target):
+        require_optimizers(optimizer)
     monitor = monitor_of(
         partial(_describe, target, stages),
         job=job, layout=layout, microbatches=microbatches, actions=actions, url=url, token=token,
@@ -210,18 +217,23 @@ def _describe(target: Any, stages: Sequence[Any], rank: int) -> tuple[Schedule, 
 
 
 def _end_earlier(monitor: InstrumentedMonitor) -> None:
-    """End the monitors of earlier calls under the same name whose target is the same, has ended or
-    is not observed any more; warn of one for another target: the sidecar would take both for one.
-    """
+    """End the monitors of earlier calls whose target is the same, and those under the same name
+    whose target has ended or is not observed any more; warn of one for another target: the sidecar
+    would take both for one."""
     name, rank, target = monitor._inferred.name, monitor.rank, monitor._target()
-    others = [each for each in list(_monitors) if (each._inferred.name, each.rank) == (name, rank)]
+    earlier = list(_monitors)
     _monitors.add(monitor)
-    if any(other._observes() and other._target() is not target for other in others):
+    others = []
+    for each in earlier:
+        if each._target() is target:
+            each._end()
+        elif (each._inferred.name, each.rank) == (name, rank):
+            others.append(each)
+    if any(other._observes() for other in others):
         gc.collect()  # a model that nobody holds any more may wait for it
     for other in others:
-        if other._target() is target or not other._observes():
-            other.remove()
-            other._finalizer()  # as where nobody holds it: it sends what is left, and does not wait
+        if not other._observes():
+            other._end()
     if any(other._observes() for other in others):
         monitor._recording.failures.warn_once(
             "name",

@@ -95,6 +95,11 @@ class OptimizerSteps:
         return step_or_skip
 
 
+def require_optimizers(optimizer: Any) -> None:
+    """Raise `ContractError` if `optimizer` is none that `OptimizerSteps` takes."""
+    _unwrapped(optimizer)
+
+
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for steps in tuple(_observers):
         steps.before(optimizer)

@@ -39,9 +39,8 @@ class Observed:
         self.monitor = resihp.instrument(
             self.model,
             self.optimizer if optimizer else None,
-            job="loop",
             client=self.sidecar,
-            **{"rank": 0, **options},
+            **{"job": "loop", "rank": 0, **options},
         )
 
     def step(self, microbatches: int = 1) -> None:

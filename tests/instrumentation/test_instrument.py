@@ -672,15 +672,25 @@ def test_a_failure_of_instrument_leaves_everything_as_it_was(monkeypatch):
     assert torch.utils.data.DataLoader.__iter__ is load
 
 
-def test_a_second_call_for_a_model_ends_the_first_monitor(observe, caplog):
+@pytest.mark.parametrize("job", ["loop", "another"])
+def test_a_second_call_for_a_model_ends_the_first_monitor(observe, caplog, job):
     first = observe()
     first.step()
-    second = observe(first.model)
+    second = observe(first.model, job=job)
     second.step()
     until(lambda: any(beat.left for beat in first.sidecar.heartbeats))
     assert first.sidecar.records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER]
     assert second.passes() == one_step(0)
     assert not caplog.text
+
+
+def test_a_second_call_that_fails_leaves_the_first_monitor_as_it_was(observe):
+    loop = observe()
+    loop.step()
+    with pytest.raises(ContractError, match="optimizer"):
+        resihp.instrument(loop.model, "adam", job="loop", client=Sidecar(), rank=0)
+    loop.step()
+    assert loop.passes() == one_step(0) + one_step(1)
 
 
 def test_models_of_one_process_need_names_of_their_own(observe, caplog):
