@@ -59,13 +59,11 @@ def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(*args: Any, **kwargs: Any) -> Any:
         if compiling():
             return original(*args, **kwargs)
-        for timer in _timers:
-            begun = timer.begin_wait()
-            if begun is not None:
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    timer.end_wait(begun)
-        return original(*args, **kwargs)
+        waiting = [(timer, begun) for timer in _timers if (begun := timer.begin_wait()) is not None]
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for timer, begun in waiting:
+                timer.end_wait(begun)
 
     return wait

@@ -703,6 +703,25 @@ def test_models_of_one_process_need_names_of_their_own(observe, caplog):
         assert loop.passes() == one_step(0)
 
 
+def test_waiting_is_told_for_each_model_of_a_process(observe, hands, monkeypatch):
+    monkeypatch.setattr(torch.distributed.Work, "wait", lambda _: hands.pass_ms(10))
+
+    def wait(y):
+        hands.pass_ms(4)
+        torch.distributed.Work().wait()
+        return y
+
+    loops = [observe(Model(wait), job=name, clock=hands.clock) for name in ("one", "two")]
+    for loop in loops:
+        loop.model(torch.ones(2, 3, 4)).sum().backward()
+    for loop in loops:
+        loop.optimizer.step()
+        records = loop.records()
+        assert records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER]
+        assert records.compute_ms.tolist() == [4, 0, 0]
+        assert records.wait_ms.tolist() == [10, 0, 0]
+
+
 @pytest.mark.parametrize("is_removed", [True, False])
 def test_a_model_in_place_of_one_that_ended_needs_no_name(observe, caplog, is_removed):
     first = observe()
