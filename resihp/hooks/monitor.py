@@ -16,7 +16,7 @@ from resihp.client import Client
 from resihp.contracts import ContractError, Job, Op
 
 from ._clocks import CudaClock, HostClock
-from ._environment import allowed_by_environment, ranks_by_environment
+from ._environment import allowed_by_environment, rank_of_process, ranks_by_environment
 from ._node_link import NodeLink
 from ._node_socket import NodeAddress
 from ._pace import heartbeat_interval_s, message_interval_s
@@ -94,7 +94,7 @@ class Monitor:
         sensors: bool | None = None,
         share_sender: bool | None = None,
     ) -> None:
-        self.rank = _rank_of_process(rank)
+        self.rank = rank_of_process(rank)
         _check(job, capacity, batch_records, interval_s, heartbeat_s)
         failures = FailureLog()
         host = clock if isinstance(clock, HostClock) else HostClock()
@@ -409,17 +409,6 @@ def hook(
         return timed
 
     return decorate
-
-
-def _rank_of_process(given: int | None) -> int:
-    if given is None:
-        text = os.environ.get("RANK", "0")
-        if not text.isdigit():
-            raise ContractError("RANK", f"must be a whole number, 0 or more, not {text!r}")
-        return int(text)
-    if given < 0:
-        raise ContractError("rank", f"must be 0 or more, not {given}")
-    return given
 
 
 def _check(

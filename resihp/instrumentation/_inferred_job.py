@@ -134,13 +134,15 @@ class InferredJob:
 class _Descriptions:
     """Descriptions of all ranks in the store of the default process group.
 
+    Without such a group all ranks of the launcher are taken for data-parallel ones.
+
     The keys count the jobs of the same name, as of models that are trained one after the other:
     every rank makes them in the same order.
     """
 
     def __init__(self, name: str, own: RankDescription) -> None:
         self._own = own
-        self._world = 1
+        self._world = ranks_by_environment("WORLD_SIZE") or 1
         number = 0
         self._store: Any = None
         distributed = torch.distributed

@@ -13,6 +13,7 @@ import torch
 
 from resihp.contracts import Action, ContractError, Job, Layout, Schedule
 from resihp.hooks import Monitor
+from resihp.hooks._environment import rank_of_process, ranks_by_environment
 from resihp.layout.rank_groups import RankDescription
 
 from . import _collectives
@@ -172,10 +173,9 @@ def monitor_of(
               rank counts as a replica
     others    as in `instrument`
     """
-    rank = options.pop("rank", None)
-    if rank is None:
-        rank = own_rank()
-    schedule, own = Schedule.ONE_F_ONE_B, RankDescription(rank or 0, (rank or 0,))
+    rank, in_group = options.pop("rank", None), own_rank()
+    rank = rank_of_process(in_group if rank is None else rank)
+    schedule, own = Schedule.ONE_F_ONE_B, RankDescription(rank, (rank,))
     unknown: Exception | None = None
     try:
         schedule, own = describe(own.rank)
@@ -188,6 +188,13 @@ def monitor_of(
     failures = monitor._recording.failures
     if unknown is not None:
         failures.add("reading the layout", unknown)
+    world = ranks_by_environment("WORLD_SIZE") or 1
+    if in_group is None and layout is None and world > 1:
+        failures.warn_once(
+            "group",
+            f"there is no process group yet: all {world} ranks are taken for data-parallel ones, "
+            "call `instrument` after `init_process_group`, or give it `layout=`",
+        )
     can_wait = queue_callback() is not None
     timer = PassTimer(monitor._recording, monitor.between_steps, measures_waiting=can_wait)
     timer.on_step_end = inferred.count

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import resihp
 from resihp.contracts import Action, Layout, Schedule
 from resihp.instrumentation._inferred_job import InferredJob, _jobs, job_name
 from resihp.layout.rank_groups import RankDescription, layout_of
+from tests.hooks.conftest import Sidecar
 
 
 def described(layout: Layout, chunks: int) -> list[RankDescription]:
@@ -251,3 +253,27 @@ def test_models_of_one_process_describe_themselves_apart(tmp_path, names):
         assert of_first.is_described()
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("layout", "warnings"), [(None, 2), (Layout.grid(dp=3, pp=1, tp=1, layers=1), 0)]
+)
+def test_without_a_process_group_the_ranks_are_those_of_the_launcher(
+    monkeypatch, caplog, layout, warnings
+):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    jobs = []
+    for rank in (2, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        model = torch.nn.Linear(4, 4)
+        monitor = resihp.instrument(
+            model, job="j", layout=layout, microbatches=6, client=Sidecar(), share_sender=False
+        )
+        assert monitor.rank == rank
+        jobs.append(monitor._inferred.describe(now=False))
+        monitor.remove()
+        monitor.close()
+    other, first = jobs
+    assert other is None
+    assert first.layout.ranks == (0, 1, 2)
+    assert caplog.text.count("all 3 ranks are taken for data-parallel ones") == warnings
