@@ -71,7 +71,8 @@ class PassTimer:
         if self.is_stopped:
             return -1
         recording = self.recording
-        self.drop()
+        if self.under_way is not None:
+            self.drop()
         outer = recording.open
         if outer is None:
             self._step = StepSpan(recording, self._between_steps)
