@@ -318,9 +318,8 @@ def _exact(
     for schedule in request.schedules:
         evaluator = ChainEvaluator(replace(setting, schedule=schedule))
         optimum = exhaustive(evaluator, replicas, least=least)
-        if optimum is None:
-            return None
-        best = _better(best, optimum)
+        if optimum is not None:
+            best = _better(best, optimum)
     return best
 
 

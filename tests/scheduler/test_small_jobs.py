@@ -1,13 +1,14 @@
 """Plans of small jobs against all arrangements there are, timed one by one."""
 
 import random
+from dataclasses import replace
 from itertools import combinations, permutations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.contracts import Job, LayerCost, Layout, Schedule
+from resihp.contracts import Job, LayerCost, Layout, Memory, ModelShape, Schedule
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
 from scheduler import make_plan
@@ -98,3 +99,15 @@ def test_a_small_job_gets_the_best_of_the_schedules_that_it_permits(seed):
     speeds = {rank: rng.choice([1.0, 0.8, 0.5, 0.25]) for rank in one.layout.ranks}
     best = min(brute_force(one, speeds, schedule) for schedule in PLANNED)
     assert make_plan(one, speeds).step_ms <= best * (1 + 1e-3)
+
+
+def test_a_schedule_that_does_not_fit_leaves_the_optimum_under_another_one():
+    one = replace(
+        job(2, 2, 2, 6, ()),
+        model=ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=128, vocab=50),
+        tokens_per_microbatch=128,
+        memory=Memory(budget_bytes=954_039, activation_bytes_per_layer=100_000),
+    )
+    speeds = {0: 0.5, 3: 0.1}
+    alone = make_plan(replace(one, schedules=(Schedule.ONE_F_ONE_B,)), speeds)
+    assert make_plan(one, speeds).step_ms <= alone.step_ms * (1 + 1e-9)
