@@ -108,7 +108,7 @@ def _with_latency(job: Job, step_ms: float, collective_ms: float | None) -> Job:
     def at(latency_ms: float) -> Job:
         return replace(job, links=replace(job.links, latency_ms=latency_ms))
 
-    low, most_ms = job.links.latency_ms, step_ms - _step_ms(job)
+    low, most_ms = job.links.latency_ms, max(0.0, step_ms - _step_ms(job))  # not less, as above
     if collective_ms is not None:  # two collectives in each direction
         more_ms = (collective_ms - all_reduce_ms(job, job.layout.tp)) / 2.0
         most_ms = min(max(more_ms, 0.0), most_ms)

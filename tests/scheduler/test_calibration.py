@@ -69,6 +69,17 @@ def test_collectives_get_no_more_than_they_were_seen_to_take():
     assert ample.links.latency_ms == pytest.approx(free.links.latency_ms)
 
 
+def test_a_fixed_cost_that_is_the_rest_of_the_step_leaves_no_latency():
+    """Also where the parts of a step are rounded to more than it."""
+    shape = ModelShape(layers=8, hidden=64, heads=8, kv_heads=8, ffn=128, vocab=100)
+    job = a_job(model=shape, tokens_per_microbatch=128, links=Links(latency_ms=0.0))
+    step_ms = 120.22597649302581
+    ratios = {"forward": 0.5578277590060701, "backward": 1.544336483955579}
+    fitted = calibrated(job, **ratios, step_ms=step_ms, besides_ms=1e3)
+    assert fitted.links.latency_ms == 0.0
+    assert step_of(fitted) == pytest.approx(step_ms)
+
+
 def step_of(job):
     return simulate(job, job.layout, job.quotas).step_ms
 
