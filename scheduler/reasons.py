@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from resihp.contracts import Action, Job, Layout, Place, Plan, Schedule
+from resihp.contracts import Action, ContractError, Job, Layout, Place, Plan, Schedule
 from resihp.formatting import byte_size, duration, listed, noun_for, numbers, plural, rank_list
 
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, is_in_use
@@ -66,7 +66,10 @@ def memory_reasons(job: Job, current: Plan) -> tuple[str, ...]:
     if budget is None:
         return ()
     schedule = own_schedule(job, current)
-    needed, rank = fullest_rank(job, current.layout, current.quotas, schedule)
+    try:
+        needed, rank = fullest_rank(job, current.layout, current.quotas, schedule)
+    except ContractError:  # it cannot run within `max_in_flight`
+        return ()
     if needed <= budget:
         return ()
     sizes = f"{byte_size(needed)} of {byte_size(budget)}"

@@ -158,6 +158,11 @@ def test_a_replica_of_one_stage_runs_beside_interleaved_ones():
     ("given_", "speeds", "told"),
     [
         ({"max_in_flight": 2}, {}, "too small for several model chunks"),
+        (
+            {"max_in_flight": 2, "memory": Memory(budget_bytes=10**9)},
+            {2: 0.5},
+            "too small for several model chunks",
+        ),
         ({"dp": 1}, {0: 0.0}, "no replica has several stages"),
     ],
 )
