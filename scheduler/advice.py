@@ -10,7 +10,7 @@ from resihp.contracts import Action, Advice, Job, Plan, Replica, even_quotas
 from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from .memory import own_schedule
 from .step_time import ReplicaTimes
-from .switching_rule import LEAST_GAIN
+from .switching_rule import LEAST_GAIN, require_time
 
 _MOST_TRIED = 8  # replicas left out one after another; beyond that all slow ones
 _FEW = 2_000  # replicas up to which so many are tried; beyond that one
@@ -27,7 +27,8 @@ def advise(
     Replicas are left out whole: those with a stopped rank, and the slowest ones as long as that
     gains. In a job with the action `quotas` the others run their microbatches. Any other job is
     started again with the microbatches of the others only, so that a step does less work; its time
-    is scaled to the same work.
+    is scaled to the same work. Raises `ContractError` for a layout that cannot run within
+    `max_in_flight`.
     """
     replicas = current.layout.replicas
     unhealthy = {rank for rank in current.layout.ranks if speeds.get(rank, 1.0) < 1.0}
@@ -42,6 +43,7 @@ def advise(
     ranks = left & unhealthy or unhealthy
     healed = {**speeds, **dict.fromkeys(ranks, 1.0)}
     replaced_ms = _work_ms(job, current, range(len(replicas)), healed, links)
+    require_time(replaced_ms)
     if step_ms is not None and without_ms == inf and step_ms <= replaced_ms * (1.0 + LEAST_GAIN):
         return None
     return Advice(

@@ -223,7 +223,7 @@ def decide(
     breaks even first.
     """
     now_ms, found = best_in_place(job, current, speeds, links, expired)
-    found.require_time()
+    require_time(found.step_ms)
     in_place_ms = found.step_ms
     least_gain_ms = LEAST_GAIN * in_place_ms
     best = _best_switch(current, options, in_place_ms, least_gain_ms, horizon_steps)
@@ -246,6 +246,12 @@ def decide(
         return kept
     in_place = found.plan(job, current, speeds, links)
     return replace(kept, plan=replace(in_place, reason=(*in_place.reason, kept.explanation)))
+
+
+def require_time(step_ms: float) -> None:
+    """Raise `ContractError` for the step of a layout that cannot run within `max_in_flight`."""
+    if math.isinf(step_ms):
+        raise ContractError("max_in_flight", "is too small for the chunks of the layout")
 
 
 def _best_switch(
@@ -291,11 +297,6 @@ class InPlaceChange:
     schedule: Schedule
     step_ms: float
 
-    def require_time(self) -> None:
-        """Raise `ContractError` for a layout that cannot run within `max_in_flight`."""
-        if math.isinf(self.step_ms):
-            raise ContractError("max_in_flight", "is too small for the chunks of the layout")
-
     def plan(
         self,
         job: Job,
@@ -304,7 +305,7 @@ class InPlaceChange:
         links: LinkSlowdowns = ALL_LINKS_HEALTHY,
     ) -> Plan:
         """Next plan after `current` with this change."""
-        self.require_time()
+        require_time(self.step_ms)
         layout = self.layout
         given = job, layout, self.quotas, self.schedule, speeds, self.step_ms
         is_same = layout == current.layout and self.schedule is own_schedule(job, current)

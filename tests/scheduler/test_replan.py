@@ -64,14 +64,24 @@ def test_what_a_change_cannot_be_made_for_is_refused(quotas, given_, field):
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("actions", [("layout",), ("quotas",), ("restart",)])
-def test_a_layout_that_cannot_run_is_refused_by_what_forbids_it(actions):
+@pytest.mark.parametrize(
+    ("actions", "speed"),
+    [
+        (("layout",), 0.5),
+        (("quotas",), 0.5),
+        (("restart",), 0.5),
+        (("notify",), 0.5),
+        (("notify",), 0.0),
+        (("quotas",), 0.0),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused_by_what_forbids_it(actions, speed):
     interleaved = {"schedule": Schedule.INTERLEAVED, "chunks": 2, "max_in_flight": 1}
     layout = Layout.grid(dp=2, pp=2, tp=1, layers=8, chunks=2)
     one = Job(name="test", layout=layout, microbatches=8, actions=actions, **interleaved)
     current = Plan(version=0, layout=layout, quotas=one.quotas, schedule=one.schedule)
     with pytest.raises(ContractError, match="max_in_flight"):
-        replan(one, current, {0: 0.5}, step=1)
+        replan(one, current, {0: speed}, step=1)
 
 
 def test_quotas_in_place_stay_once_the_time_is_up():
