@@ -65,7 +65,8 @@ def search(
     Starts from `layout` and from the job's initial layout. If memory is insufficient, the search
     is repeated without the first schedules, with equal shares, with fewer replicas of more stages,
     with the shares of `layout` and all living members, however slow, and finally with pipelines
-    that leave their slowest groups out. With slow links it is repeated from layouts in which ranks
+    that leave their slowest groups out; of a small job that memory limits, the other shares are
+    searched in any case. With slow links it is repeated from layouts in which ranks
     have changed places (`link_placement`).
     """
     schedules = plan_schedules(job)
@@ -85,12 +86,45 @@ def search(
                 except InfeasibleError as error:
                     failure = failure if shorter else error
         if best is not None:
+            best, request = _with_other_shares(best, request, layout, folds)
             best = _repeated(best, request)
             return _around_slow_links(best, request, layout, folds) if links else best
         if failure is not None and failure.constraint != "memory":
             break
     assert failure is not None
     raise failure
+
+
+def _with_other_shares(
+    best: Arrangement, request: _Request, layout: Layout, folds: int
+) -> tuple[Arrangement, _Request]:
+    """Best arrangement and its request, also with equal and with present shares where memory limits
+    a small job: its ranks may hold more layers in those."""
+    if len(best.evaluator.setting.table.groups) > _FEW_GROUPS or not _is_limited(best, layout):
+        return best, request
+    chosen, shares = request, ((False, False), (True, False), (False, True))
+    for (even, keep), fewer in product(shares, range(folds + 1)):
+        if (even, keep, fewer) == (request.even, request.keep, folds) or request.expired():
+            continue
+        option = replace(request, even=even, keep=keep)
+        with suppress(InfeasibleError):
+            found = _search(option, layout, fewer)
+            if _better(best, found) is found:
+                best, chosen = found, option
+    return best, chosen
+
+
+def _is_limited(found: Arrangement, layout: Layout) -> bool:
+    """True if memory limits the layers of a stage, or may have left replicas out."""
+    setting = found.evaluator.setting
+    if setting.footprint.budget_bytes is None:
+        return False
+    rows = zip(found.chains, found.quotas, found.layers, strict=True)
+    return len(found.chains) < layout.dp or any(
+        count == most < setting.layers - len(chain) + 1
+        for chain, quota, layers in rows
+        for count, most in zip(layers, found.evaluator.most_layers(chain, quota), strict=True)
+    )
 
 
 def _repeated(best: Arrangement, request: _Request) -> Arrangement:

@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.contracts import Job, LayerCost, Layout, Memory, ModelShape, Schedule
+from resihp.contracts import (
+    Job,
+    LayerCost,
+    Layout,
+    Memory,
+    ModelShape,
+    Replica,
+    Schedule,
+    Stage,
+)
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
-from scheduler import make_plan
+from scheduler import make_plan, simulate
 
 PLANNED = (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B, Schedule.ZERO_BUBBLE)
 
@@ -101,13 +110,28 @@ def test_a_small_job_gets_the_best_of_the_schedules_that_it_permits(seed):
     assert make_plan(one, speeds).step_ms <= best * (1 + 1e-3)
 
 
-def test_a_schedule_that_does_not_fit_leaves_the_optimum_under_another_one():
-    one = replace(
-        job(2, 2, 2, 6, ()),
-        model=ModelShape(layers=2, hidden=64, heads=4, kv_heads=4, ffn=128, vocab=50),
+def with_memory(job_, budget_bytes, layers):
+    return replace(
+        job_,
+        model=ModelShape(layers=layers, hidden=64, heads=4, kv_heads=4, ffn=128, vocab=50),
         tokens_per_microbatch=128,
-        memory=Memory(budget_bytes=954_039, activation_bytes_per_layer=100_000),
+        memory=Memory(budget_bytes=budget_bytes, activation_bytes_per_layer=100_000),
     )
+
+
+def test_a_schedule_that_does_not_fit_leaves_the_optimum_under_another_one():
+    one = with_memory(job(2, 2, 2, 6, ()), 954_039, layers=2)
     speeds = {0: 0.5, 3: 0.1}
     alone = make_plan(replace(one, schedules=(Schedule.ONE_F_ONE_B,)), speeds)
     assert make_plan(one, speeds).step_ms <= alone.step_ms * (1 + 1e-9)
+
+
+def test_equal_shares_are_taken_where_shares_by_speed_leave_memory_for_worse_layers():
+    layout = Layout.grid(dp=1, pp=2, tp=2, layers=5, units=4)
+    cost = LayerCost(forward_ms=1.0, backward_ms=1.0, fixed_ms=0.2, embedding_ms=0.7)
+    one = with_memory(replace(job(1, 2, 5, 4, ()), layout=layout, cost=cost), 1_311_713, layers=5)
+    speeds = {0: 0.1, 1: 0.1, 2: 0.7}
+    stages = Stage((0, 1), (0, 2), (2, 2)), Stage((2, 3), (2, 5), (2, 2))
+    timeline = simulate(one, Layout((Replica(stages),)), (4,), speeds)
+    assert max(timeline.peak_bytes.values()) <= one.memory.budget_bytes
+    assert make_plan(one, speeds).step_ms <= timeline.step_ms * (1 + 1e-9)
