@@ -272,6 +272,7 @@ def _arranged(
     if first.chains != started.chains and len(chains) <= _FEW_REPLICAS:
         for schedule in request.schedules[1:]:
             best = _better(best, _under(schedule, started) or best)
+    best = _shortened(best)
     exact = _exact(request, setting, len(chains), least=len(chains) if as_many else 1)
     if exact and exact.evaluator.setting.schedule is best.evaluator.setting.schedule:
         best = exact if _is_less(exact, best) else best
@@ -312,7 +313,8 @@ def _started(
 ) -> Arrangement:
     """Arrangement without replicas that do not fit and stages that slow it down."""
     chains, left = feasible_chains(evaluator, chains, shorter=shorter)
-    chains = drop_slow_stages(evaluator, chains)
+    typical = max(1, round(evaluator.setting.microbatches / len(chains)))
+    chains = drop_slow_stages(evaluator, chains, [typical] * len(chains))
     found = divide(evaluator, chains)
     for chain, quota in zip(chains, found.quotas, strict=True):
         if isinf(evaluator.best(chain, quota)[1]):
@@ -335,6 +337,24 @@ def _with_refined_layers(found: Arrangement) -> Arrangement:
     evaluator.refine_layers(near, 1.1 * found.makespan_ms)
     better = divide(evaluator, found.chains, near=found.quotas)
     return better if _is_less(better, found) else found
+
+
+def _shortened(found: Arrangement) -> Arrangement:
+    """Arrangement without slow stages that only lengthen the pipelines which finish last."""
+    evaluator = found.evaluator
+    if evaluator.setting.expired():
+        return found
+    chains = drop_slow_stages(evaluator, found.chains, found.quotas, in_short_runs=True)
+    if chains == list(found.chains):
+        return found
+    option = divide(evaluator, chains, near=found.quotas)
+    rows = zip(found.chains, chains, option.quotas, strict=True)
+    evaluator.prepare((chain, quota) for chain, _, quota in rows)
+    needed = [
+        chain if evaluator.best(chain, quota)[1] <= option.makespan_ms else shorter
+        for chain, shorter, quota in zip(found.chains, chains, option.quotas, strict=True)
+    ]
+    return _better(found, Arrangement.of(evaluator, needed, option.quotas))
 
 
 def _may_gain(found: Arrangement) -> bool:

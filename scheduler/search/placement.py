@@ -11,6 +11,7 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from statistics import fmean
 
 from .chains import Chain
 from .quotas import ChainEvaluator
@@ -192,25 +193,39 @@ def insert_spare(
     return current
 
 
-def drop_slow_stages(evaluator: ChainEvaluator, chains: Sequence[Chain]) -> list[Chain]:
-    """Chains without stages that are so slow that their replica is faster without them."""
-    typical = max(1, round(evaluator.setting.microbatches / len(chains)))
+def drop_slow_stages(
+    evaluator: ChainEvaluator,
+    chains: Sequence[Chain],
+    quotas: Sequence[int],
+    *,
+    in_short_runs: bool = False,
+) -> list[Chain]:
+    """Chains without stages that are so slow that their replica is faster without them.
+
+    Tried are stages of less than half of the mean speed; with `in_short_runs`, those slower than
+    another one in a replica of fewer microbatches than stages, as they may only lengthen its
+    warm-up and drain.
+    """
     current = list(chains)
     active = list(range(len(current)))
     while active:
         trial = {}
         for index in active:
             chain = current[index]
-            slowest = min(chain, key=lambda g: (evaluator.speed((g,)), g))
-            mean = evaluator.speed(chain) / len(chain)
-            if len(chain) > 1 and evaluator.speed((slowest,)) < 0.5 * mean:
+            speeds = {g: evaluator.speed((g,)) for g in chain}
+            slowest = min(chain, key=lambda g: (speeds[g], g))
+            limit = 0.5 * fmean(speeds.values())
+            if in_short_runs:
+                is_short = quotas[index] < len(chain)
+                limit = max(speeds.values()) * (1 - 1e-9) if is_short else 0.0
+            if len(chain) > 1 and speeds[slowest] < limit:
                 trial[index] = tuple(g for g in chain if g != slowest)
-        evaluator.prepare((current[i], typical) for i in trial)
-        evaluator.prepare((chain, typical) for chain in trial.values())
+        evaluator.prepare((current[i], quotas[i]) for i in trial)
+        evaluator.prepare((chain, quotas[i]) for i, chain in trial.items())
         active = [
             i
             for i, chain in trial.items()
-            if evaluator.best(chain, typical)[1] < evaluator.best(current[i], typical)[1]
+            if evaluator.best(chain, quotas[i])[1] < evaluator.best(current[i], quotas[i])[1]
         ]
         for index in active:
             current[index] = trial[index]

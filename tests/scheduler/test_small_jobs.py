@@ -135,3 +135,13 @@ def test_equal_shares_are_taken_where_shares_by_speed_leave_memory_for_worse_lay
     timeline = simulate(one, Layout((Replica(stages),)), (4,), speeds)
     assert max(timeline.peak_bytes.values()) <= one.memory.budget_bytes
     assert make_plan(one, speeds).step_ms <= timeline.step_ms * (1 + 1e-9)
+
+
+def test_a_group_that_only_lengthens_the_pipeline_of_its_one_microbatch_is_left_out():
+    layout = Layout.grid(dp=4, pp=2, tp=2, layers=8, units=8)
+    cost = LayerCost(forward_ms=1.0, backward_ms=2.0, fixed_ms=0.1)
+    one = replace(job(4, 2, 8, 4, ()), layout=layout, cost=cost)
+    alone = Replica((Stage((8, 9), (0, 8), (4, 4)),))
+    shorter = Layout((alone, *layout.replicas[1:]))
+    best_ms = simulate(one, shorter, (1, 1, 1, 1)).step_ms
+    assert make_plan(one, {1: 0.0}).step_ms <= best_ms * (1 + 1e-9)
