@@ -150,7 +150,7 @@ class _Pass:
         self._batches, self._sampler = batches, sampler
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches
+        return map(copy.copy, self._batches)  # Accelerate completes the last one in place
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)

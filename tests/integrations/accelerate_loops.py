@@ -20,7 +20,7 @@ from resihp.elastic import NoPlans
 from resihp.integrations.accelerate import QuotaSteps
 from tests.integrations.quota_plans import OnePlan
 
-ACCUMULATION, SAMPLES, PASSES = 3, 58, 3
+ACCUMULATION, SAMPLES, PASSES = 3, 57, 3
 RESUMED = 6
 """Step with which a training goes on that was left before it: in the middle of a pass."""
 LIMIT = 2

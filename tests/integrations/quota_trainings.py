@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from resihp.integrations.transformers import ResiHPCallback
 from tests.integrations.quota_plans import OnePlan
 
-ACCUMULATION, SAMPLES, TOKENS = 3, 58, 8
+ACCUMULATION, SAMPLES, TOKENS = 3, 57, 8
 EVEN_STEPS = 2
 """Behind this many steps the first rank has read the plan."""
 

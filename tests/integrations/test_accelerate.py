@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +67,28 @@ def test_a_pass_that_is_left_early_is_followed_by_a_whole_one(
         for step in zip(*(rank["taken"] for rank in loops[name]), strict=True)
     ]
     assert of_step == ([list(range(18)), list(range(18, 36))] * 3)[done:]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_even_quotas_give_each_rank_its_own_batches(size: int, ranks: int) -> None:
+    """However many samples the last batch lacks, which those of the beginning complete."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
+
+    from resihp.integrations._quotas import QuotaBatches
+
+    for samples, accumulation, rank in product(range(1, 2 * size * ranks), (1, 2, 3), range(ranks)):
+        shard = BatchSamplerShard(BatchSampler(range(samples), size, False), ranks, rank)
+        own = list(shard)
+
+        def assigned(number: int, *, microbatches: int, rank: int = rank) -> range:
+            return range(rank, microbatches, ranks)
+
+        quotas: Any = SimpleNamespace(assigned=assigned)
+        loader = SimpleNamespace(batch_sampler=shard)
+        QuotaBatches(loader, accumulation, quotas, lambda: 0).use()
+        assert list(shard) == own, f"{samples} samples, rank {rank}"
 
 
 def test_data_of_one_rank_are_refused() -> None:
