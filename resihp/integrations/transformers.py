@@ -44,9 +44,10 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
         self._quotas: TrainerQuotas | None = None
         self._is_waiting = False
         self._begin: Callable[..., None] = self._observer.begin
+        self._trainer: Callable[[], Any] = _no_trainer
         if _transformers is not None:
-            of_train = Patches()  # a trainer tells its callbacks nothing of an error
-            of_train.wrap(_transformers.Trainer, "train", _ending_by_errors(ref(self)))
+            of_train = Patches()  # callbacks are told nothing of an error, nor what the loop calls
+            of_train.wrap(_transformers.Trainer, "train", _telling(ref(self)))
             finalize(self, of_train.remove)
 
     @property
@@ -55,10 +56,14 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
         return self._observer.monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Observe the model; steps are counted from the trainer's `global_step`."""
+        """Observe what the loop calls: the model as it is wrapped or compiled, by DDP, DeepSpeed
+        and others. Steps are counted from the trainer's `global_step`."""
         self._remove()
+        model, trainer = kwargs.get("model"), self._trainer()
+        if getattr(trainer, "model", None) is model:
+            model = getattr(trainer, "model_wrapped", model)
         self._begin = partial(
-            self._observer.begin, kwargs.get("model"), kwargs.get("optimizer"), state.global_step
+            self._observer.begin, model, kwargs.get("optimizer"), state.global_step
         )
         self._is_waiting = self._asked is not False and self._patches.wrap(
             _transformers.Trainer, "get_batch_samples", self._by_quotas
@@ -79,6 +84,11 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
         if quotas is not None:
             self._observer.safely(quotas.finish)()
         self._observer.close()
+
+    def _meet(self, trainer: Any) -> None:
+        """Take the trainer that begins to train for this callback's, if it is."""
+        if self._is_of(trainer):
+            self._trainer = ref(trainer)
 
     def _abort(self, trainer: Any, error: BaseException) -> None:
         """Leave the model as it was, and report the error that ends this rank."""
@@ -167,18 +177,26 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
         return any(one is self for one in trainer.callback_handler.callbacks)
 
 
-def _ending_by_errors(callback: ref[ResiHPCallback]) -> Callable[..., Any]:
-    """Return a wrapper of `Trainer.train` that ends the callback's training by an error."""
+def _no_trainer() -> None:
+    """Stand in for the trainer before its training, and where `train` is not that of its class."""
+
+
+def _telling(callback: ref[ResiHPCallback]) -> Callable[..., Any]:
+    """Return a wrapper of `Trainer.train` that tells the callback of trainer and errors."""
+
+    def tell(method: Callable[..., None], *args: Any) -> None:
+        alive = callback()
+        if alive is not None:
+            alive._observer.safely(method)(alive, *args)
 
     def wrapper(train: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(train)
         def train_observed(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            tell(ResiHPCallback._meet, trainer)
             try:
                 return train(trainer, *args, **kwargs)
             except BaseException as error:
-                alive = callback()
-                if alive is not None:
-                    alive._observer.safely(alive._abort)(trainer, error)
+                tell(ResiHPCallback._abort, trainer, error)
                 raise
 
         return train_observed

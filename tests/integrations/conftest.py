@@ -7,9 +7,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -208,3 +209,20 @@ def sidecar(monkeypatch: pytest.MonkeyPatch) -> InProcessSidecar:
 def quick_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verdicts are read much more often than in practice."""
     monkeypatch.setattr("resihp.integrations._verdicts._INTERVAL_S", 0.02)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """DeepSpeed in a world of one rank."""
+    if "deepspeed" not in sys.modules:  # which looks for its accelerator once
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for name, value in {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    deepspeed = pytest.importorskip("deepspeed")
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
+    deepspeed.init_distributed("gloo")
+    yield deepspeed
+    deepspeed.comm.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from math import isnan
@@ -41,23 +40,6 @@ def test_a_slow_rank_of_a_pipeline_is_named(run: Run) -> None:
     training = run("deepspeed_pipeline.py", "--slow-rank", "2", ranks=4)
     training.assert_named(2)
     assert training.output.count("ResiHP: rank 2 fail_slow") == 1
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """DeepSpeed in a world of one rank."""
-    if "deepspeed" not in sys.modules:  # which looks for its accelerator once
-        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    for name, value in {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    deepspeed = pytest.importorskip("deepspeed")
-    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
-    deepspeed.init_distributed("gloo")
-    yield deepspeed
-    deepspeed.comm.destroy_process_group()
 
 
 @pytest.fixture

@@ -93,6 +93,44 @@ def test_microbatches_are_recorded_and_evaluation_is_not(
     assert trainer.model._compiled_call_impl is None
 
 
+def test_a_compiled_model_is_observed(
+    trainer_of: Callable[..., Any], sidecar: InProcessSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from resihp.integrations.transformers import ResiHPCallback
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which the trainer sets
+    callback = ResiHPCallback(client=sidecar, heartbeat_s=0.0)
+    trainer = trainer_of(callback, torch_compile=True, torch_compile_backend="eager")
+    trainer.train()
+    assert sidecar.passes() == passes(range(4))
+    assert callback.monitor.stats.failures == 0
+    assert "_compiled_call_impl" not in vars(trainer.model_wrapped)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_is_observed(
+    stage: int,
+    world: Any,
+    trainer_of: Callable[..., Any],
+    sidecar: InProcessSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The optimizer of the trainer does nothing then: the engine updates the parameters."""
+    from resihp.integrations.transformers import ResiHPCallback
+
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")  # which the trainer sets
+    config = {
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}},
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    }  # fmt: skip
+    callback = ResiHPCallback(client=sidecar, heartbeat_s=0.0)
+    trainer_of(callback, deepspeed=config, use_cpu=False, save_strategy="no").train()
+    assert sidecar.passes() == passes(range(4))
+    assert [job.microbatches for job in sidecar.jobs] == [3]
+    assert callback.monitor.stats.failures == 0
+
+
 def test_a_resumed_training_goes_on_counting(
     trainer_of: Callable[..., Any], sidecar: InProcessSidecar
 ) -> None:
