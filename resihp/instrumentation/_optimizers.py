@@ -115,13 +115,16 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _unwrapped(optimizer: Any) -> list[Optimizer]:
-    """Optimizers of torch in one, in a list of them, or in a wrapper's attribute `optimizer`."""
+    """Optimizers of torch in one, in a list of them, or in a wrapper's attribute `optimizer`: the
+    innermost, because the wrapper may be an optimizer of torch whose own steps are none."""
     if optimizer is None:
         return []
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, Optimizer) or (inner is not None and not isinstance(optimizer, Optimizer)):
+    inner, is_one = getattr(optimizer, "optimizer", None), isinstance(optimizer, Optimizer)
+    if inner is not None and (
+        not is_one or isinstance(inner, Optimizer) or hasattr(inner, "optimizer")
+    ):
         return _unwrapped(inner)
-    if isinstance(optimizer, Optimizer):
+    if is_one:
         return [optimizer]
     many = getattr(optimizer, "optimizers", optimizer)
     if isinstance(many, list | tuple) and many:

@@ -862,15 +862,30 @@ def test_other_optimizers_are_refused():
     assert torch.utils.data.DataLoader.__iter__ is load
 
 
-def test_wrapped_optimizers_count(observe):
-    class Wrapper:
-        def __init__(self, optimizer):
-            self.optimizer = optimizer
+class Wrapper:
+    """A wrapper that is no optimizer of torch."""
 
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+class Idle(torch.optim.Optimizer):
+    """A wrapper whose own steps are none, as that of Accelerate for DeepSpeed."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = []
+
+
+@pytest.mark.parametrize(
+    "wrapped", [Wrapper, Idle, lambda optimizer: Idle(Wrapper(optimizer))]
+)
+def test_wrapped_optimizers_count(wrapped):
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    copies = [parameter.detach().clone() for parameter in model.parameters()]  # as of ZeRO
+    optimizer = torch.optim.SGD(copies, lr=1e-3)
     sidecar = Sidecar()
-    monitor = resihp.instrument(model, [Wrapper(optimizer)], job="loop", client=sidecar, rank=0)
+    monitor = resihp.instrument(model, [wrapped(optimizer)], job="loop", client=sidecar, rank=0)
     with contextlib.closing(monitor):
         model(torch.ones(2, 3, 4)).sum().backward()
         optimizer.step()
