@@ -52,6 +52,7 @@ class InstrumentedMonitor(Monitor):
     _patches: Patches
     _timer: PassTimer
     _target: Callable[[], Any]
+    _passes: ModulePasses
 
     @property
     def job(self) -> Job | None:
@@ -148,7 +149,7 @@ def instrument(
                 monitor._inferred.count(count * len(stages))
         else:
             OptimizerSteps(monitor._timer, [target], optimizer, monitor._patches)
-            ModulePasses(target, monitor._timer, lengths, monitor._patches)
+            monitor._passes = ModulePasses(target, monitor._timer, lengths, monitor._patches)
         _remove_with(target, monitor)
     except BaseException:
         monitor.remove()

@@ -62,6 +62,7 @@ class ModulePasses:
         self._module: Callable[[], Any] = ref(module)
         self._gradients = FinalWait(timer, timer.end)
         self._begin = timer.safely(self._begin_backward)
+        self._index, self._is_over = -1, False
         if not patches.wrap(module, "_compiled_call_impl", self._timed, may_be_none=True):
             patches.wrap(module, "forward", self._timed)  # its hooks are outside of the pass
         patches.wrap(torch.nn.Module, "_replicate_for_data_parallel", _without_wrappers)
@@ -97,6 +98,22 @@ class ModulePasses:
 
         return call
 
+    def ending(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a wrapper of `backward(loss, …)` that ends the forward pass under way, where calls
+        of the module run their backward passes themselves: what they do after it is no pass."""
+        end = self._timer.safely(self._end_with)
+
+        def end_and_run(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            end(loss)
+            return backward(loss, *args, **kwargs)
+
+        return end_and_run
+
+    def _end_with(self, loss: Any) -> None:
+        if self._timer.op == FORWARD:
+            self._after(self._index, loss)
+            self._is_over = True
+
     def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:
             with self._timer.waiting():
@@ -117,7 +134,8 @@ class ModulePasses:
             work = work_of_call(args, kwargs, self._lengths, self._names)
         except Exception as error:  # noqa: BLE001 the pass is timed without its work
             timer.recording.failures.add("instrumentation", error)
-        index = timer.begin(FORWARD, work=work)
+        index = self._index = timer.begin(FORWARD, work=work)
+        self._is_over = False
         if work is None and index >= 0:
             timer.recording.failures.warn_once(
                 "work",
@@ -127,6 +145,14 @@ class ModulePasses:
         return index
 
     def _after(self, index: int, output: Any) -> None:
+        if self._is_over:
+            return
+        if self._timer.op != FORWARD and not self._timer.is_stopped:
+            self._timer.recording.failures.warn_once(
+                "passes",
+                "another pass or an update began inside a forward pass, which is not recorded: "
+                "in Lightning call `manual_backward`, outside of closures",
+            )
         self._timer.end()
         if self._gradients.is_possible:
             begin = partial(self._begin, index)

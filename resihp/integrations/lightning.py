@@ -37,7 +37,8 @@ _lightning = _package()
 class ResiHPCallback(getattr(_lightning, "Callback", object)):  # type: ignore[misc]
     """Names slow ranks while a `Trainer` trains: `Trainer(callbacks=[ResiHPCallback()])`.
 
-    A call of `training_step` is a forward pass, with any strategy. Rank 0 logs
+    A call of `training_step` is a forward pass, with any strategy; with manual optimization what it
+    does before its first `manual_backward` is, and its first update ends a step. Rank 0 logs
     `resihp/slowdown_max`, and `resihp/verdict` when it changes, and prints a line at the end of
     training. Nothing here fails or stops training.
 
@@ -90,6 +91,8 @@ class ResiHPCallback(getattr(_lightning, "Callback", object)):  # type: ignore[m
         step = _TrainingStep(pl_module)
         self._observer.begin(step, list(trainer.optimizers) or None, trainer.global_step)
         self._patches.wrap(pl_module, "training_step", step.observing)
+        if not pl_module.automatic_optimization and self.monitor is not None:
+            self._patches.wrap(pl_module, "manual_backward", self.monitor._passes.ending)
 
     def _log(self, trainer: Any, pl_module: Any) -> None:
         found = self._observer.metrics()

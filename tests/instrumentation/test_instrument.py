@@ -877,9 +877,7 @@ class Idle(torch.optim.Optimizer):
         self.param_groups = []
 
 
-@pytest.mark.parametrize(
-    "wrapped", [Wrapper, Idle, lambda optimizer: Idle(Wrapper(optimizer))]
-)
+@pytest.mark.parametrize("wrapped", [Wrapper, Idle, lambda optimizer: Idle(Wrapper(optimizer))])
 def test_wrapped_optimizers_count(wrapped):
     model = Model()
     copies = [parameter.detach().clone() for parameter in model.parameters()]  # as of ZeRO

@@ -68,6 +68,7 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         *callbacks: Any,
         training_step: Callable[..., Any] = Module.training_step,
         ckpt_path: Any = None,
+        members: Any = (),
         **arguments: Any,
     ) -> Any:
         data = DataLoader(TensorDataset(torch.randn(24, 3, 4)), batch_size=2)
@@ -77,7 +78,7 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
             "default_root_dir": tmp_path, "enable_model_summary": False, **arguments,
         }  # fmt: skip
         trainer = lightning.Trainer(callbacks=list(callbacks), **given)
-        module = type("Own", (Module,), {"training_step": training_step})()
+        module = type("Own", (Module,), {"training_step": training_step, **dict(members)})()
         trainer.fit(module, data, data, ckpt_path=ckpt_path)
         return trainer
 
@@ -96,6 +97,72 @@ def test_microbatches_are_recorded_and_evaluation_is_not(
     assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 3)]
     assert callback.monitor.stats.failures == 0
     assert "training_step" not in vars(trainer.lightning_module)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_manual_optimization_is_observed(
+    optimizers: int,
+    fit: Callable[..., Any],
+    sidecar: InProcessSidecar,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A step ends with the first update of a batch."""
+    import torch
+
+    from resihp.integrations.lightning import ResiHPCallback
+
+    def configure(self: Any) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(optimizers)]
+
+    def step(self: Any, batch: Any, index: int) -> None:
+        """Accumulate the gradients of three batches, for one network after the other."""
+        of_module = self.optimizers()
+        for optimizer in of_module if optimizers > 1 else [of_module]:
+            self.manual_backward(self.layer(batch[0]).square().mean())
+            if index % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    callback = ResiHPCallback(client=sidecar, heartbeat_s=0.0)
+    trainer = fit(
+        callback,
+        training_step=step,
+        members={"automatic_optimization": False, "configure_optimizers": configure},
+        max_steps=4 * optimizers,
+        accumulate_grad_batches=1,
+    )
+    assert sidecar.passes() == PASSES
+    assert [job.microbatches for job in sidecar.jobs] == [3]
+    assert callback.monitor.stats.failures == 0
+    assert "logged once" not in caplog.text
+    assert "manual_backward" not in vars(trainer.lightning_module)
+
+
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_manual_optimization_that_cannot_be_observed_is_told(
+    in_closure: bool,
+    fit: Callable[..., Any],
+    sidecar: InProcessSidecar,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from resihp.integrations.lightning import ResiHPCallback
+
+    def step(self: Any, batch: Any, index: int) -> None:
+        def closure() -> None:
+            loss = self.layer(batch[0]).square().mean()
+            (self.manual_backward if in_closure else type(loss).backward)(loss)
+
+        if not in_closure:
+            closure()
+        self.optimizers().step(closure if in_closure else None)
+
+    fit(
+        ResiHPCallback(client=sidecar, heartbeat_s=0.0),
+        training_step=step,
+        members={"automatic_optimization": False},
+        accumulate_grad_batches=1,
+    )
+    assert caplog.text.count("in Lightning call `manual_backward`, outside of closures") == 1
 
 
 def _of_batch(self: Any, batch: Any) -> Any:
