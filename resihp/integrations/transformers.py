@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from _thread import start_new_thread
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
@@ -48,7 +49,8 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
         if _transformers is not None:
             of_train = Patches()  # callbacks are told nothing of an error, nor what the loop calls
             of_train.wrap(_transformers.Trainer, "train", _telling(ref(self)))
-            finalize(self, of_train.remove)
+            # In another thread: the garbage collector ends a callback also amid what patches torch.
+            finalize(self, start_new_thread, of_train.remove, ()).atexit = False
 
     @property
     def monitor(self) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from resihp.contracts import Op
+from resihp.instrumentation._patches import lock
 
 from .conftest import InProcessSidecar, Run, run_ranks
 
@@ -219,8 +220,13 @@ def test_a_callback_that_nobody_holds_leaves_the_trainer_as_it_was(
 
     callback = ResiHPCallback(client=sidecar)
     observed = Trainer.train
-    del callback
-    gc.collect()
+    with lock:  # as while this thread patches torch, where the garbage collector interrupts it
+        del callback
+        gc.collect()
+        assert Trainer.train is observed
+    deadline_s = time.monotonic() + 60.0
+    while Trainer.train is observed and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     assert Trainer.train is not observed
 
 
