@@ -110,6 +110,7 @@ class TrainerQuotas:
     def remove(self) -> None:
         """Leave the trainer as it was, without a word to other ranks."""
         self._patches.remove()
+        self.quotas.close()
 
     def _first_of_pass(self) -> int:
         """Return the number of the first step of the pass over the data that begins now."""

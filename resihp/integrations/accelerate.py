@@ -154,6 +154,8 @@ class QuotaSteps:
         self._batches.remove()
         if error is None:
             self._quotas.finish()
+        else:
+            self._quotas.close()
         self._observer.close(error)
 
     def __enter__(self) -> Self:

@@ -72,6 +72,29 @@ def asked(source: Answering) -> QuotaPlanPoller:
     return poller
 
 
+def test_a_plan_that_comes_after_the_end_is_left_to_others() -> None:
+    is_asked, is_closed = threading.Event(), threading.Event()
+
+    class Slow(Answering):
+        def wait(self, after: int, seconds: float) -> Plan | None:
+            is_asked.set()
+            assert is_closed.wait(30)
+            return super().wait(after, seconds)
+
+    def refuse(found: Plan) -> Mapping[int, int]:
+        raise ContractError("plan", "is of another training")
+
+    source = Slow(plan(1))
+    poller = QuotaPlanPoller(source, 0, refuse)
+    poller.start(0)
+    assert is_asked.wait(30)
+    (thread,) = [each for each in threading.enumerate() if each.name == "resihp-quotas"]
+    poller.close()
+    is_closed.set()
+    thread.join(30)
+    assert (source.told, poller.failures) == ([], 0)
+
+
 def test_the_newest_plan_is_kept_and_an_old_one_or_the_same_again_is_not() -> None:
     poller = asked(Answering(plan(1), None, plan(3, (4, 4, 4, 4)), plan(3), plan(2)))
     found = poller.newest(0, step=0)

@@ -6,6 +6,8 @@ Run by torchrun; every loop writes FOLDER/NAME-RANK.pt.
 from __future__ import annotations
 
 import sys
+import threading
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,21 @@ def left_early(accelerator: Accelerator, first: int = 0, skip: int | None = None
     return {"taken": taken, "done": done}
 
 
+def failed(accelerator: Accelerator) -> None:
+    """A loop that an error ends leaves nobody who asks for plans."""
+    steps = QuotaSteps(
+        *prepare(accelerator), accumulation=ACCUMULATION, plans=NoPlans(), url="http://127.0.0.1:9"
+    )
+    with suppress(ValueError), steps:
+        next(iter(steps))
+        asking = [each for each in threading.enumerate() if each.name == "resihp-quotas"]
+        assert len(asking) == (dist.get_rank() == 0)
+        raise ValueError("scripted")
+    for thread in asking:
+        thread.join(60.0)
+        assert not thread.is_alive()
+
+
 def main() -> None:
     """Run all loops."""
     folder = Path(sys.argv[1])
@@ -128,6 +145,7 @@ def main() -> None:
     torch.save(left, folder / f"left-{rank}.pt")
     resumed = left_early(accelerator, *left["done"][LIMIT])
     torch.save(resumed, folder / f"left-resumed-{rank}.pt")
+    failed(accelerator)
     accelerator.end_training()
 
 

@@ -238,6 +238,10 @@ class Quotas:
         """End the last step, and ask for no more plans."""
         self._end_step()
         self._agreement.finish()
+        self.close()
+
+    def close(self) -> None:
+        """Ask for no more plans, without a word to other ranks: where an error ends the loop."""
         self._poller.close()
 
     def leave_step(self) -> None:

@@ -120,6 +120,8 @@ class QuotaPlanPoller:
         while not closed.is_set():
             try:
                 plan = self._plans.wait(self._after, _PATIENCE_S)
+                if closed.is_set():
+                    return
                 if plan is None or plan.version <= self._after:
                     closed.wait(_POLL_S)
                     continue
