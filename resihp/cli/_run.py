@@ -37,6 +37,9 @@ script's modules already, with its newest checkpoint in this node's memory.
 )
 def run_command(context: typer.Context) -> None:
     """Pass all arguments on to the launcher."""
+    from resihp.launch.init_process import run_below_init
+
+    run_below_init()
     from resihp.launch.supervisor import main
 
     sys.exit(main(context.args))

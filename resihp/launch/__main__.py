@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from .supervisor import main
+from .init_process import run_below_init
 
 if __name__ == "__main__":
+    run_below_init()
+    from .supervisor import main
+
     sys.exit(main())
