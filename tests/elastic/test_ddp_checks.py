@@ -78,6 +78,14 @@ def test_what_stays_within_a_replica_is_welcome() -> None:
 
 
 @pytest.mark.usefixtures("four_processes")
+def test_gradients_in_the_buckets_of_ddp() -> None:
+    """Sums of them would change with the next microbatch."""
+    model = DistributedDataParallel(linear(), gradient_as_bucket_view=True)
+    with pytest.raises(ContractError, match="leave gradient_as_bucket_view=False"):
+        check_model(model, ReplicaCoordinates(1, 2, members=4))
+
+
+@pytest.mark.usefixtures("four_processes")
 def test_no_sync_within_a_replica() -> None:
     model = DistributedDataParallel(linear())
     check_model(model, ReplicaCoordinates(0, 1, members=4))

@@ -91,6 +91,12 @@ def _check_module(name: str, module: nn.Module, coordinates: ReplicaCoordinates)
         size = module.process_group.size()
         if size > coordinates.members:
             raise ContractError(name, _across(f"DDP over {size} processes", coordinates))
+        if module.gradient_as_bucket_view:
+            raise ContractError(
+                name,
+                "its gradients are views of DDP's buckets, which the next microbatch overwrites: "
+                "leave gradient_as_bucket_view=False",
+            )
         module.register_forward_pre_hook(_refuse_no_sync)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
         raise ContractError(name, "sparse gradients cannot be summed here: use sparse=False")
