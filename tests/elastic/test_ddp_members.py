@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from resihp.elastic.ddp.replicas import Replicas
+from resihp.elastic.ddp.step import Step
+from resihp.elastic.rendezvous import keys
+from resihp.elastic.rendezvous.liveness import ProcessHistory
 from tests.elastic.ddp_faults import LoopFault
-from tests.elastic.ddp_loops import Loop, Trace, play, train_pipeline
+from tests.elastic.ddp_loops import Loop, Trace, play, train, train_pipeline
 
 STEPS, MICROBATCHES = 6, 10
 SMALL = 60  # bytes of a bucket: most parameters have one of their own
@@ -119,3 +127,37 @@ def test_what_one_member_alone_has_lost_leaves_no_mate_waiting(
     trace = play(loop(kind, 2, *faults), tmp_path, timeout_s=120)
     assert_undisturbed(trace, undisturbed[kind], set())
     assert trace.alive[STEPS - 1] == [0, 1]
+
+
+def train_slowly(model: nn.Module, loop: Loop, begin: Callable[..., Replicas], tell: Any) -> None:
+    """A loop whose first replica does not leave step 1 before the second one has ended."""
+    made: list[Replicas] = []
+
+    def begin_kept(*arguments: Any, **options: Any) -> Replicas:
+        made.append(begin(*arguments, **options))
+        return made[0]
+
+    def tell_late(step: Step, index: int | None) -> None:
+        tell(step, index)
+        if step.number == 1 and int(os.environ["RANK"]) < loop.members:
+            await_ends(made[0], set(range(loop.members, 2 * loop.members)))
+
+    train(model, loop, begin_kept, tell_late)
+
+
+def await_ends(replicas: Replicas, ranks: set[int]) -> None:
+    """Wait until the launcher has announced the ends of all `ranks`."""
+    store, deadline = replicas._rendezvous.stores.store, time.monotonic() + 120
+    while not ranks <= ProcessHistory(store.get(keys.PROCESS_HISTORY)).dead:
+        assert time.monotonic() < deadline, "they have not ended"
+        time.sleep(0.02)
+
+
+def test_a_mate_ends_as_such_before_the_other_replicas_have_heard_of_the_loss(
+    undisturbed: dict[str, Trace], tmp_path: Path
+) -> None:
+    """They are in the middle of a long step."""
+    fault = LoopFault(3, 1, at="backward")
+    trace = play(replace(loop("fsdp2", 2, fault), train=train_slowly), tmp_path)
+    assert_undisturbed(trace, undisturbed["fsdp2"], {fault.rank})
+    assert "replica 1 has lost rank 3" in trace.logs

@@ -53,6 +53,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     return errors
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
 @pytest.mark.parametrize(
     ("dead", "error", "is_explained"),
     [
@@ -67,13 +68,17 @@ def test_errors(
     dead: tuple[int, ...],
     error: Exception,
     is_explained: bool,
+    is_closed: bool,
     rendezvous: Rendezvous,
     seen: list[BaseException],
 ) -> None:
+    """The loop of steps, which an error leaves, closes the rendezvous before the hook is called."""
     watch = MemberLossWatch(rendezvous, ReplicaCoordinates(0, 2, 0, members=2))
     watch.start()
     for rank in dead:
         announce_death(rendezvous.stores.store, rank)
+    if is_closed:
+        rendezvous.close()
     sys.excepthook(type(error), error, None)
     watch.close()
     if is_explained:

@@ -32,6 +32,7 @@ class MemberLossWatch:
 
     - An unhandled error of torch that such a loss explains becomes a `FencedOutError`: the hook for
       unhandled errors waits `Timeouts.heartbeat` and a half for a death or a silence of a member.
+      By then the rendezvous is closed: its generator of steps has ended with the error.
     - A process that is blocked when the other replicas have decided to go on without it is ended
       `Timeouts.heartbeat` later, if it has not noticed by then.
     """

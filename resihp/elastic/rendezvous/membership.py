@@ -199,10 +199,13 @@ class Rendezvous:
 
         A rank that has not started yet is waited for until `Timeouts.connect` has passed. The store
         is asked by the watching thread, so a store that is silent delays no wait; until it answers
-        no rank is known to be lost. Ask again while you wait.
+        no rank is known to be lost. Ask again while you wait. After `close` this thread asks it.
         """
         if self.stores.is_cut_off:
             return self._heartbeats.ended_on_host(ranks)
+        if self._closed.is_set():
+            beats, stores, members = self._heartbeats, self.stores, len(self.alive)
+            return stores.ask(lambda: beats.silent(stores.store, ranks, waited_s, members), [])
         lost = self._heartbeats.known_silent(ranks, waited_s)
         if self._heartbeats.is_refresh_due(len(self.alive)):
             self._woken.set()
