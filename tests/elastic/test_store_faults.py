@@ -14,9 +14,12 @@ import pytest
 import torch.distributed as dist
 
 from resihp.contracts import JobStoppedError
+from resihp.elastic.ddp.membership import ReplicaJoiner, ReplicaMembership
+from resihp.elastic.ddp.step import ReplicaCoordinates
 from resihp.elastic.rendezvous import keys
 from resihp.elastic.rendezvous.environment import Environment
 from resihp.elastic.rendezvous.heartbeats import prepare
+from resihp.elastic.rendezvous.joiners import Joiners
 from resihp.elastic.rendezvous.liveness import HOST_LOOKS, Beat, HostWatcher, LivenessSummary
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import (
@@ -221,6 +224,35 @@ def test_without_a_store_the_end_of_a_process_of_the_host_is_known(
     wait_until(lambda: ranks[0].lost((0, 1), 1.5) == [1])
     with pytest.raises(JobStoppedError, match=r"ranks \[1\] do not answer.*the store is gone"):
         ranks[0].broken((0, 1), 1.5)
+
+
+def test_a_replica_joins_after_a_fault_of_the_store(
+    server: Server, start: Callable[..., Rendezvous]
+) -> None:
+    """Neither a request that fails nor a connection that breaks is the end of joining."""
+    rendezvous, coordinates = start(0), ReplicaCoordinates(0, 2)
+    joiner, plan = ReplicaJoiner(rendezvous, coordinates), ReplicaMembership(coordinates, 2).plan
+    number = Joiners(server.store).announce(1)
+    found: list[tuple[int, ...]] = []
+
+    def reset() -> None:
+        """Break its connections, once the watching thread is over what was before."""
+        seen = liveness(server).count
+        wait_until(lambda: liveness(server).count > seen + 1)
+        server.reset(0)
+
+    server.answers.clear()
+    asking = threading.Thread(target=lambda: found.append(joiner.waiting([0])), daemon=True)
+    asking.start()
+    wait_until(lambda: len(server.late) == 2)  # one is of the watching thread
+    server.answers.set()
+    asking.join(UNTIL_S)
+    reset()
+    found.append(joiner.waiting([0]))
+    assert found == [(1,), (1,)]
+    reset()
+    joiner.invite([1], plan)
+    assert server.store.check([keys.invitation(1, number)])
 
 
 def test_an_unused_connection_that_has_broken_is_not_lent(server: Server) -> None:

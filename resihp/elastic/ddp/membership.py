@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
-
-import torch.distributed as dist
 
 from resihp.contracts import (
     FencedOutError,
@@ -26,8 +23,6 @@ from ..rendezvous.consensus import RecoveryDecision, past_decision
 from ..rendezvous.joiners import Invitation, Joiners
 from ..rendezvous.membership import Rendezvous
 from .step import ReplicaCoordinates
-
-_log = logging.getLogger("resihp.elastic")
 
 
 class _Quotas(NamedTuple):
@@ -212,8 +207,6 @@ class ReplicaJoiner:
 
     def __init__(self, rendezvous: Rendezvous, coordinates: ReplicaCoordinates) -> None:
         self._rendezvous, self._coordinates = rendezvous, coordinates
-        self._joiners = Joiners(rendezvous.stores.borrow())
-        self._is_closed = False
 
     def enter(self, model: str) -> tuple[Plan, RecoveryDecision] | None:
         """Wait for an invitation; None if the job ends before.
@@ -230,27 +223,28 @@ class ReplicaJoiner:
     def waiting(self, alive: Sequence[int]) -> tuple[int, ...]:
         """Return the replicas that can join now; empty on all processes but the first alive."""
         rendezvous = self._rendezvous
-        if (
-            self._is_closed
-            or rendezvous.stores.is_cut_off
-            or rendezvous.rank != rendezvous.alive[0]
-        ):
+        if rendezvous.rank != rendezvous.alive[0]:
             return ()
-        try:
-            ranks = self._joiners.waiting()
-        except dist.DistError as error:
-            self._is_closed = True
-            _log.error("the store is gone; no replica can join any more: %s", error)
-            return ()
+        ranks: dict[int, int] = rendezvous.stores.ask(self._waiting, {})
         replicas = sorted({rank // self._coordinates.members for rank in ranks} - set(alive))
         return tuple(r for r in replicas if set(self._coordinates.ranks(r)) <= set(ranks))
 
     def invite(self, ranks: Sequence[int], plan: Plan) -> None:
         """Invite those of `ranks` that wait to join."""
-        waiting = self._joiners.waiting()
+        self._rendezvous.stores.ask(lambda: self._invite(ranks, plan), None)
+
+    def _waiting(self) -> dict[int, int]:
+        return self._joiners.waiting()  # of a new connection, where the pool asks once more
+
+    def _invite(self, ranks: Sequence[int], plan: Plan) -> None:
+        rendezvous, joiners = self._rendezvous, self._joiners
+        waiting = joiners.waiting()
         new = [rank for rank in ranks if rank in waiting]
-        self._joiners.reset(new)
-        rendezvous = self._rendezvous
+        joiners.reset(new)
         for rank in new:
             invitation = Invitation(rendezvous.recovery, 0, plan, rendezvous.alive)
-            self._joiners.invite(rank, waiting[rank], invitation)
+            joiners.invite(rank, waiting[rank], invitation)
+
+    @property
+    def _joiners(self) -> Joiners:
+        return Joiners(self._rendezvous.stores.store)
