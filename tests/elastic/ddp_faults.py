@@ -20,7 +20,13 @@ from resihp.elastic.ddp.replicas import Replicas
 from resihp.elastic.process_groups.bucketed_allreduce import _Bucket
 
 # Methods that a process enters at certain points of a step.
-INSIDE = {"sum": "_reduce", "vote": "_vote", "commit": "_complete", "recovery": "_apply"}
+INSIDE = {
+    "start": "_enter_job",
+    "sum": "_reduce",
+    "vote": "_vote",
+    "commit": "_complete",
+    "recovery": "_apply",
+}
 # Methods whose success a process does not hear of, as if a peer had died meanwhile.
 UNHEARD = {"unheard vote": "_vote", "unheard connection": "_connect"}
 COUNTED = ("microbatch", "forward", "backward", "exchange")

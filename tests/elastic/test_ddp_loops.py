@@ -170,6 +170,17 @@ def test_several_processes_come_back_as_one_replica(inner: str, tmp_path: Path) 
     assert trace.alive[7] == [1]
 
 
+@pytest.mark.parametrize(("members", "dead"), [(1, 0), (1, 1), (2, 3)])
+def test_one_is_lost_while_the_job_starts(
+    members: int, dead: int, alone: Trace, tmp_path: Path
+) -> None:
+    """The others do not wait for it until their time-out, which is far beyond that of this test."""
+    loop = Loop(3, members=members, faults=(LoopFault(dead, 0, at="start"),))
+    trace = play(loop, tmp_path, timeout_s=300)
+    assert_same_training(trace, alone, {dead, dead ^ 1} if members > 1 else {dead})
+    assert_each_sample_once(trace)
+
+
 def test_the_first_replica_is_lost_before_all_have_its_state(alone: Trace, tmp_path: Path) -> None:
     trace = play(Loop(3, faults=(LoopFault(0, 0, at="give"),)), tmp_path)
     assert_same_training(trace, alone, {0})

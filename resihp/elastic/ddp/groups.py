@@ -42,8 +42,8 @@ def connect_replica_groups(
 ) -> ReplicaGroups:
     """Build the groups of `members` (everyone, data-parallel, state) that contain this rank.
 
-    At the start of a job silence of a peer does not count as a failure. Building a group cannot be
-    interrupted: it runs in a thread that is abandoned when `PeerLostError` is raised.
+    At the start of a job a peer that has not come yet does not count as lost. Building a group
+    cannot be interrupted: it runs in a thread that is abandoned when `PeerLostError` is raised.
     """
     built: list[ReplicaGroups] = []
     failed: list[str] = []

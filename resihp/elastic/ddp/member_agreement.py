@@ -37,7 +37,7 @@ class MemberAgreement:
     def connect(self, *, is_starting: bool) -> None:
         """Build the group, once. Raises `FencedOutError` if a mate is lost.
 
-        At the start of a job silence of a mate does not count as a loss.
+        At the start of a job a mate that has not come yet does not count as lost.
         """
         if len(self._ranks) == 1:
             return

@@ -133,8 +133,7 @@ class Rendezvous:
             if cancelled.is_set():
                 raise PeerLostError("cancelled")
             self.check(tuple(ranks), 0.0)
-            silence_s = min(waited_s, self.timeouts.connect.total_seconds())
-            lost = self.lost(ranks, silence_s if is_starting else waited_s)
+            lost = self.lost(ranks, self._silence_s(waited_s, is_starting=is_starting))
             if lost:
                 raise PeerLostError(f"ranks {lost} are dead or do not answer")
             if waited_s > timeout.total_seconds():
@@ -225,13 +224,17 @@ class Rendezvous:
     def join(self, thread: threading.Thread, ranks: Sequence[int], *, is_starting: bool) -> None:
         """Wait for a thread that builds groups of `ranks`. Raises `PeerLostError`.
 
-        At the start of a job processes come at their own pace: silence is no failure yet.
+        At the start of a job processes come at their own pace: one that has not come is no loss.
         """
         waited_s = 0.0
         while thread.is_alive():
             thread.join(_JOIN_S)
-            waited_s += 0.0 if is_starting else _JOIN_S
-            self.check(ranks, waited_s)
+            waited_s += _JOIN_S
+            self.check(ranks, self._silence_s(waited_s, is_starting=is_starting))
+
+    def _silence_s(self, waited_s: float, *, is_starting: bool) -> float:
+        """Return the wait to tell `lost`: at the start never so long that it awaits no newcomer."""
+        return min(waited_s, self.timeouts.connect.total_seconds()) if is_starting else waited_s
 
     @contextmanager
     def failure_scope(self, work: str, ranks: Sequence[int]) -> Iterator[None]:
