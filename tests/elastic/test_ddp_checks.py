@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -290,6 +292,25 @@ def test_weights_with_some_microbatches_only(made: Made) -> None:
         for step in replicas.steps(1):
             for index in step:
                 step.report(compute(model), weight=2.0 if index else None)
+
+
+def test_numbers_of_numpy_are_reported_as_any_others(made: Made) -> None:
+    model, _, replicas = made
+    for step in replicas.steps(1):
+        for _ in step:
+            compute(model)
+            step.report(np.float32(4.0), weight=np.int64(2))  # type: ignore[arg-type]
+    assert (step.loss, step.weight) == (2.0, 6.0)
+
+
+def test_infinite_losses_of_either_sign_are_no_end_of_the_loop(made: Made) -> None:
+    """Their sum is no number, which the loop may skip."""
+    model, _, replicas = made
+    for step in replicas.steps(1):
+        for index in step:
+            compute(model)
+            step.report((math.inf, -math.inf, 1.0)[index])
+    assert math.isnan(step.loss)
 
 
 def test_a_loss_that_is_not_one_number(made: Made) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -120,12 +120,12 @@ Number = torch.Tensor | float
 
 def _one_each(name: str, given: Number | Sequence[Number], count: int) -> list[Number]:
     """Return a number for each of `count` microbatches. Raises `ContractError`."""
-    if isinstance(given, int | float):
-        numbers: list[Number] = [given]
-    elif isinstance(given, torch.Tensor):
-        numbers = [given] if count == 1 else list(given.reshape(-1))
-    else:
+    if isinstance(given, torch.Tensor):
+        numbers: list[Number] = [given] if count == 1 else list(given.reshape(-1))
+    elif isinstance(given, Iterable):
         numbers = list(given)
+    else:  # numpy's are no float
+        numbers = [given]
     if len(numbers) != count:
         raise ContractError("report", f"{len(numbers)} numbers for {count} microbatches ({name})")
     for number in numbers:

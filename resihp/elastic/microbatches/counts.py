@@ -34,9 +34,12 @@ class StepCounts:
 
     @property
     def loss(self) -> float:
-        """Loss of the step, summed in the order of the microbatches."""
+        """Loss of the step; NaN if that is no number, as of infinite losses of either sign."""
         weight = self.weight
-        return math.fsum(self.losses) / (1.0 if weight is None else weight)
+        try:
+            return math.fsum(self.losses) / (1.0 if weight is None else weight)
+        except (ValueError, OverflowError):
+            return math.nan
 
     def reports(self) -> dict[int, MicrobatchReport]:
         """Reports of all microbatches, as one process would give that had computed them all."""
