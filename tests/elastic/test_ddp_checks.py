@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resihp.contracts import ContractError, Layout, Plan, Replica, Stage
 from resihp.elastic.ddp.checks import check_model, check_optimizers
+from resihp.elastic.ddp.init import init_replica_group
 from resihp.elastic.ddp.replicas import Replicas
 from resihp.elastic.ddp.step import ReplicaCoordinates
 from resihp.elastic.rendezvous.environment import Environment
@@ -140,6 +141,20 @@ def test_a_sharded_model_that_is_evaluated(moment: str) -> None:
             each.step()
         expected.zero_grad()
     assert replicas.completed == 2
+    del store  # not before
+
+
+@pytest.mark.parametrize("timeout", [None, timedelta(minutes=7)])
+def test_the_store_of_a_replica_waits_as_long_as_its_group(timeout: timedelta | None) -> None:
+    """NCCL waits in it for processes that come late to the first exchange."""
+    store = host_store("127.0.0.1", 0, timedelta(seconds=10))
+    environment = Environment(0, 1, "127.0.0.1", store.port, "job", False, False)
+    init_replica_group(1, "gloo", timeout=timeout, environment=environment)
+    try:
+        given = dist.distributed_c10d._get_default_store().timeout
+    finally:
+        dist.destroy_process_group()
+    assert given == (timeout or dist.default_pg_timeout)
     del store  # not before
 
 

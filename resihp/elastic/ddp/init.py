@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from resihp.contracts import ContractError
 
@@ -26,7 +27,7 @@ def init_replica_group(
 
     members      processes of a replica: consecutive ranks
     backend      as torch takes it
-    timeout      of the group's exchanges
+    timeout      of the group's exchanges, and of its requests to the store
     environment  rank and store of this process; default: the variables of the launcher
 
     The processes of a replica start, and restart, together. Raises `ContractError`.
@@ -36,6 +37,8 @@ def init_replica_group(
         raise ContractError("store", "no launcher hosts it, and the groups of replicas need it now")
     coordinates = ReplicaCoordinates.of(environment, members)
     store = environment.connect(Timeouts())
+    # torch waits in it at the first exchange of a group, to which processes may come late.
+    store.set_timeout(timeout or default_pg_timeout)
     # A replica that restarts finds the keys of its predecessor in the store.
     start = store.add(keys.replica_group_starts(coordinates.rank), 1)
     dist.init_process_group(
