@@ -18,7 +18,8 @@ from ._app import app, readable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from resihp.contracts import TelemetryBatch, Verdict
+    from resihp.client import Client
+    from resihp.contracts import Job, TelemetryBatch, Verdict
     from resihp.offline import Trace
 
 _HELP = """
@@ -37,6 +38,7 @@ that does not answer or gives no verdicts.
 """
 _PATIENCE_S = 20.0  # until the sidecar has verdicts on the last step
 _POLL_S = 0.5
+_UNKNOWN = 404  # status of the sidecar's answer about a job that it does not have
 
 
 @app.command("replay", help=_HELP)
@@ -125,7 +127,7 @@ def _remote(
     job = replace(trace.job, name=trace.job.name[:119] + " (replay)")
     client = Client(url, token)
     try:
-        client.register(job)
+        _register_anew(client, job)
         shown: dict[int, str] = {}
 
         def final_verdicts() -> list[Verdict] | None:
@@ -150,6 +152,18 @@ def _remote(
         return final
     finally:
         client.close()
+
+
+def _register_anew(client: Client, job: Job) -> None:
+    """Registers a job without what an earlier replay left under its name."""
+    from resihp.contracts import ServiceError
+
+    try:
+        client.delete(job.name)
+    except ServiceError as error:
+        if error.status != _UNKNOWN:
+            raise
+    client.register(job)
 
 
 def _paced(trace: Trace, console: Console, rate: float) -> Iterator[TelemetryBatch]:

@@ -97,6 +97,11 @@ class Client:
         """Register a job, or replace its description."""
         self._send("PUT", _path(job.name), to_json(job))
 
+    def delete(self, job: str) -> None:
+        """Delete a job with all its data; one that the sidecar does not know is an error of status
+        404."""
+        self._request("DELETE", _path(job))
+
     def send_telemetry(
         self, job: str, message: bytes, form: WireFormat, key: str | None = None
     ) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def service():
             with suppress(BrokenPipeError):  # a client that did not wait for the answer
                 self.wfile.write(data)
 
-        do_GET = do_POST = do_PUT = _any  # noqa: N815 the server's names
+        do_GET = do_POST = do_PUT = do_DELETE = _any  # noqa: N815 the server's names
 
         def log_message(self, *args: Any) -> None:
             pass

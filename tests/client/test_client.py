@@ -74,6 +74,12 @@ def test_heartbeat_failure_and_acknowledgement(client, service):
     ]
 
 
+def test_a_job_is_deleted_by_its_name(client, service):
+    client.delete("a job (replay)")
+    assert service.asked[-1].method == "DELETE"
+    assert service.asked[-1].path == "/v1/jobs/a%20job%20%28replay%29"
+
+
 def test_a_heartbeat_of_the_first_step_names_it(client, service):
     client.heartbeat("j", ranks=[0], step=0)
     client.heartbeat("j", ranks=[0])

@@ -21,7 +21,11 @@ class Sidecar:
         self.detectors = {}
 
     def register(self, job):
-        self.detectors[job.name] = Detector(job)
+        self.detectors.setdefault(job.name, Detector(job))
+
+    def delete(self, job):
+        if self.detectors.pop(job, None) is None:
+            raise ServiceError("no such job", status=404)
 
     def send_telemetry(self, job, message, form):
         self.detectors[job].update(decode(message, form))
@@ -34,7 +38,7 @@ class Sidecar:
 
 
 class Silent(Sidecar):
-    def register(self, job):
+    def delete(self, job):
         raise ServiceError("no answer")
 
 
@@ -102,6 +106,34 @@ def test_a_job_is_replayed_beside_the_one_that_may_run(slow_trace, monkeypatch):
     monkeypatch.setattr(resihp.client, "Client", Noting)
     assert run(slow_trace, "--url", "http://sidecar").exit_code == 0
     assert names == [f"{read_trace(slow_trace).job.name} (replay)"]
+
+
+def test_a_second_recording_of_a_job_is_judged_afresh(slow_trace, tmp_path, monkeypatch):
+    class Late(Sidecar):
+        """Judges after it was asked."""
+
+        def __init__(self, url):
+            super().__init__(url)
+            self.waiting = []
+
+        def send_telemetry(self, job, message, form):
+            self.waiting.append((job, message, form))
+
+        def verdicts(self, job):
+            known = super().verdicts(job)
+            while self.waiting:
+                super().send_telemetry(*self.waiting.pop(0))
+            return known
+
+    sidecar = Late("http://sidecar")
+    monkeypatch.setattr(resihp.client, "Client", lambda url, token: sidecar)
+    monkeypatch.setattr(_replay, "_POLL_S", 0.0)
+    assert "rank 8 is fail_slow" in run(slow_trace, "--url", "http://sidecar").stdout
+    job = read_trace(slow_trace).job
+    write_trace(tmp_path / "again.parquet", job, steps_of(job, [500], steps=24, seed=1))
+    result = run(tmp_path / "again.parquet", "--url", "http://sidecar")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "24 steps replayed: all ranks are healthy"
 
 
 def test_the_summary_names_ranks_with_their_status():
