@@ -97,6 +97,20 @@ def test_ranks_that_send_to_each_other_are_a_pipeline(tmp_path):
     assert [replica.ranks for replica in layout.replicas] == [(0, 2), (1, 3)]
 
 
+def test_a_pipeline_holds_the_rank_whose_file_is_missing(tmp_path):
+    for rank in range(3):
+        write(tmp_path / f"{rank}.json", rank, device_events(rank, peer=(rank + 2) % 4))
+    layout = read_trace(tmp_path).job.layout
+    assert [replica.ranks for replica in layout.replicas] == [(0, 2), (1, 3)]
+
+
+def test_pipelines_of_unequal_lengths_are_refused(tmp_path):
+    for rank, peer in ((0, 2), (1, 3), (2, 4)):
+        write(tmp_path / f"{rank}.json", rank, device_events(rank, peer=peer))
+    with pytest.raises(TraceError, match=r"pipelines: .* chains of 2 and 3 ranks"):
+        read_trace(tmp_path)
+
+
 def test_two_files_of_one_rank_are_refused(tmp_path):
     for name in ("a.json", "b.json"):
         write(tmp_path / name, 1, device_events(1))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from resihp.contracts import Layout
+from resihp.contracts import ContractError, Layout
 from resihp.layout.rank_groups import RankDescription, layout_of
 
 from ._rank_records import RankRecords
@@ -22,7 +22,7 @@ def layout_of_ranks(ranks: Sequence[RankRecords], chunks: int) -> Layout:
     """
     recorded = sorted(one.rank for one in ranks)
     tensor = _groups(ranks, _TENSOR)
-    pipeline = _groups(ranks, _PIPELINE) or _chains(ranks, recorded)
+    pipeline = _groups(ranks, _PIPELINE) or _chains(ranks)
     for rank in recorded:
         group, stages = tensor.get(rank, (rank,)), pipeline.get(rank, (rank,))
         for mate in group:
@@ -55,19 +55,23 @@ def _groups(ranks: Iterable[RankRecords], kind: re.Pattern[str]) -> _Groups:
     }
 
 
-def _chains(ranks: Sequence[RankRecords], recorded: Sequence[int]) -> _Groups:
-    """Ranks that send to each other form a pipeline, in the order of their numbers; none where
-    these are not equally long."""
-    root = {rank: rank for rank in recorded}
-    for rank in ranks:
-        for one in (each.communication for each in rank.exposed):
-            if one.is_p2p and one.peer in root:
-                ends = root[rank.rank], root[one.peer]
-                root = {of: min(ends) if at in ends else at for of, at in root.items()}
-    chains: Mapping[int, list[int]] = {
-        first: [rank for rank in recorded if root[rank] == first] for first in root.values()
-    }
-    lengths = {len(chain) for chain in chains.values()}
-    if lengths <= {1} or len(lengths) > 1:
-        return {}
+def _chains(ranks: Sequence[RankRecords]) -> _Groups:
+    """Ranks that send to each other, recorded or not, form a pipeline, in the order of their
+    numbers. Raises `ContractError` where these are not equally long."""
+    talks = [(one.rank, each.communication) for one in ranks for each in one.exposed]
+    pairs = [(rank, talk.peer) for rank, talk in talks if talk.is_p2p and talk.peer >= 0]
+    root = {rank: rank for rank in (*(one.rank for one in ranks), *(peer for _, peer in pairs))}
+    for pair in pairs:
+        ends = [root[rank] for rank in pair]
+        root = {of: min(ends) if at in ends else at for of, at in root.items()}
+    chains: dict[int, list[int]] = {}
+    for rank in sorted(root):
+        chains.setdefault(root[rank], []).append(rank)
+    lengths = sorted({len(chain) for chain in chains.values()})
+    if len(lengths) > 1:
+        found = " and ".join(map(str, lengths))
+        raise ContractError(
+            "pipelines",
+            f"the ranks that send to each other form chains of {found} ranks; are files missing?",
+        )
     return {rank: tuple(chain) for chain in chains.values() for rank in chain}
