@@ -261,10 +261,10 @@ class StepReplay:
         cubes = self.cubes
         return replace(
             cubes,
-            passes=self._equal(np.where(cubes.absent, np.nan, cubes.passes)),
+            passes=self._equal(cubes.passes),
             p2p=_level(cubes.p2p, 0.5),
             collective=_level(cubes.collective, 0.5),
-            optimizer=np.full_like(cubes.optimizer, cubes.optimizer.mean()),
+            optimizer=_in_cells(cubes.optimizer, mean(_measured(cubes.optimizer), (0, 1, 2))),
             data=np.zeros_like(cubes.data),
             microbatch_data=np.zeros_like(cubes.microbatch_data),
         )
@@ -325,9 +325,9 @@ class StepReplay:
         return float(self.graph.step_ms(cubes).mean())
 
     def _equal(self, passes: Floats) -> NDArray[np.float64]:
-        """The mean of these passes in place of each; 0 for those of absent microbatches."""
-        usual = np.broadcast_to(mean(passes, axis=(1, 2, 3, 4)), passes.shape)
-        return np.where(self.cubes.absent, 0.0, usual)
+        """The mean of these passes in place of each; 0 for those that did not run, or of which
+        nothing is known."""
+        return _in_cells(self.cubes.passes, mean(_measured(passes), axis=(1, 2, 3, 4)))
 
     def _passes(self, passes: Floats) -> NDArray[np.float64]:
         """These passes; where none was recorded, as they were filled in."""
@@ -339,8 +339,12 @@ _OTHERS = ("p2p", "collective", "optimizer", "data", "microbatch_data")
 
 def _level(times: Floats, q: float) -> NDArray[np.float64]:
     """Quantile over the cells with a time above 0; 0 in the others."""
-    level = np.nan_to_num(quantile(_measured(times), q, tuple(range(times.ndim))))
-    return np.where(times > 0, level, 0.0)
+    return _in_cells(times, quantile(_measured(times), q, tuple(range(times.ndim))))
+
+
+def _in_cells(times: Floats, usual: Floats) -> NDArray[np.float64]:
+    """A usual time in place of each above 0."""
+    return np.where(times > 0, usual, 0.0)
 
 
 def _measured(times: Floats) -> NDArray[np.float64]:

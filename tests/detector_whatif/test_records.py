@@ -330,3 +330,13 @@ def test_microbatches_that_a_replica_did_not_run_in_a_step_count_as_none(pp):
     assert costs.step == pytest.approx(((12 + 8 + 12) / 3 + pp - 1) * 30.0)
     assert costs.ideal == pytest.approx(costs.step)
     assert diagnose(job, layout, [fewer]).root_cause is Cause.NONE
+
+
+@pytest.mark.parametrize("recorded", [(0,), (0, 4, 8, 12), (0, 1, 2, 3)])
+def test_stages_without_records_make_no_slowdown(recorded):
+    layout = Layout.grid(dp=4, pp=4, tp=1, layers=4)
+    job = job_of(layout, 4)
+    batch = records(job, noise=0.0)
+    ranks = batch.select(np.isin(batch.rank, recorded))
+    batches = [ranks, replace(ranks, op=np.full(len(ranks), Op.OPTIMIZER))]
+    assert costs_of(job, layout, batches).slowdown == pytest.approx(1.0)
