@@ -214,18 +214,29 @@ def sentences(
 
 def _subject(slow: Sequence[SlowDevice], one: str, several: str) -> str:
     """The slow devices, and how much longer one of them computes or what several do."""
-    if len(slow) == 1:
-        took = "computes" if slow[0].until is None else "computed"
-        return (
-            f"Rank {slow[0].rank} (replica {slow[0].dp}, stage {slow[0].pp}) {took} "
-            f"{slow[0].factor:.2f}x as long as it should {_when(slow[0])}, {one}"
-        )
-    each = [
-        f"{device.rank} (replica {device.dp}, stage {device.pp}, {device.factor:.2f}x "
-        f"{_when(device)})"
-        for device in slow
-    ]
-    return f"Ranks {listed(each, _MOST_DEVICES)} {several}"
+    stretches: dict[int, list[SlowDevice]] = {}
+    for device in slow:
+        stretches.setdefault(device.rank, []).append(device)
+    if len(stretches) > 1:
+        each = [
+            f"{rank} ({_place(own[0])}, {listed(map(_how_long, own))})"
+            for rank, own in stretches.items()
+        ]
+        return f"Ranks {listed(each, _MOST_DEVICES)} {several}"
+    first = slow[0]
+    took = "computed" if all(device.until is not None for device in slow) else "computes"
+    much = f"{first.factor:.2f}x as long as it should {_when(first)}"
+    if len(slow) > 1:
+        much = f"longer than it should ({listed(map(_how_long, slow))})"
+    return f"Rank {first.rank} ({_place(first)}) {took} {much}, {one}"
+
+
+def _place(device: SlowDevice) -> str:
+    return f"replica {device.dp}, stage {device.pp}"
+
+
+def _how_long(device: SlowDevice) -> str:
+    return f"{device.factor:.2f}x {_when(device)}"
 
 
 def _named(slow: Sequence[SlowDevice], share: float) -> str:

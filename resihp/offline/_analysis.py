@@ -171,8 +171,9 @@ def _judge(trace: Trace) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
 def _named(
     layout: Layout, verdicts: tuple[Verdict, ...], changes: tuple[Change, ...]
 ) -> tuple[SlowDevice, ...]:
-    """The devices of a layout that are named at the end, and those that once were."""
-    found = list(SlowDevice.named(verdicts, layout))
+    """The devices of a layout that are named at the end, and those that once were: a stretch counts
+    once, as the last verdict on it says."""
+    past: list[SlowDevice] = []
     now: dict[int, Verdict] = {}
     for change in changes:
         verdict = change.verdict
@@ -180,9 +181,22 @@ def _named(
             now[verdict.rank] = verdict
         elif verdict.rank in now:
             until = change.step if verdict.since_step is None else verdict.since_step
-            past = SlowDevice.named([now.pop(verdict.rank)], layout)
-            found += [replace(device, until=until) for device in past]
-    return tuple(found)
+            named = SlowDevice.named([now.pop(verdict.rank)], layout)
+            past += [replace(device, until=until) for device in named]
+    found = [*past, *SlowDevice.named(verdicts, layout)]
+    last = [
+        device
+        for at, device in enumerate(found)
+        if not any(_covers(later, device) for later in found[at + 1 :])
+    ]
+    return tuple(sorted(last, key=lambda device: device.until is not None))
+
+
+def _covers(one: SlowDevice, other: SlowDevice) -> bool:
+    """Test if a device was slow for all of another stretch of its own."""
+    since = one.since is None or (other.since is not None and one.since <= other.since)
+    until = one.until is None or (other.until is not None and other.until <= one.until)
+    return one.rank == other.rank and since and until
 
 
 def _replayed(whatif: WhatIf, slow: tuple[SlowDevice, ...]) -> Costs:

@@ -37,6 +37,22 @@ def test_a_time_that_is_over_is_told_as_such(since, until, words):
     assert words in conclude(costs(DEVICE=12.0), slow=[device]).detail[0]
 
 
+def test_a_device_that_was_slow_twice_is_one_device():
+    before = SlowDevice(rank=9, dp=1, pp=2, factor=1.5, since=2, until=5)
+    (first,) = conclude(costs(DEVICE=12.0), slow=[DEVICE, before]).detail
+    assert first == (
+        "Rank 9 (replica 1, stage 2) computes longer than it should (1.25x since step 8 and 1.50x "
+        "from step 2 to step 4), which costs 12.0% of the step: check the device, or give it less "
+        "work (speed 0.80)."
+    )
+    other = SlowDevice(rank=3, dp=0, pp=1, factor=1.2, since=1)
+    first = conclude(costs(DEVICE=12.0), slow=[DEVICE, other, before]).detail[0]
+    assert first.startswith(
+        "Ranks 9 (replica 1, stage 2, 1.25x since step 8 and 1.50x from step 2 to step 4) and 3 "
+        "(replica 0, stage 1, 1.20x since step 1) compute longer"
+    )
+
+
 def test_of_many_slow_devices_the_slowest_are_told():
     many = [SlowDevice(rank=r, dp=r, pp=0, factor=2.0 - r / 10, since=r) for r in range(7)]
     first = conclude(costs(DEVICE=30.0), slow=many).detail[0]

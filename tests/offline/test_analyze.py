@@ -335,6 +335,18 @@ def test_the_last_steps_before_a_plan_are_judged_though_records_of_them_are_miss
     assert "step 8: rank 3 fail_slow" in replayed
 
 
+def test_a_stretch_within_a_later_one_is_told_once(tmp_path):
+    job = Job(name="now and then", layout=Layout.grid(dp=4, pp=2, tp=1, layers=8), microbatches=16)
+    now_and_then = Fault(rank=0, factor=1.5, from_step=0, period=3)
+    lengths = np.arange(100, 900)
+    batches = steps_of(job, lengths, steps=20, seed=1, faults=[now_and_then])
+    write_trace(tmp_path / "slow.parquet", job, batches)
+    analysis = analyze(read_trace(tmp_path / "slow.parquet"))
+    assert [change.verdict.status for change in analysis.changes].count(Status.HEALTHY) == 1
+    assert [device.rank for device in analysis.slow[0]] == [0]
+    assert "Rank 0 (replica 0, stage 0) computes 1.5" in analysis.diagnosis.detail[0]
+
+
 def ragged(tmp_path, *, changes_plan=False):
     """A recording with 3 and 4 microbatches by turns, in which rank 3 is slow in the last steps, or
     in the last ones before it leaves the layout."""
