@@ -78,6 +78,15 @@ def is_number(column: Any) -> bool:
     return bool(pa.types.is_integer(column.type) or pa.types.is_floating(column.type))
 
 
+def is_empty(column: Any) -> bool:
+    """Test if no row of an Arrow column has a value; NaN is none."""
+    import pyarrow as pa
+
+    if column.null_count == len(column):
+        return True
+    return pa.types.is_floating(column.type) and bool(np.isnan(to_numpy(column)).all())
+
+
 def to_numpy(column: Any) -> NDArray[Any]:
     """The values of an Arrow column of plain numbers; NaN where a decimal one is empty.
 

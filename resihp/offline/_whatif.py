@@ -12,7 +12,7 @@ from detector.whatif.operations import COMPUTE, LABELS, OpGrid, OpKind, OpTable
 from resihp.contracts import Job, Layout, Replica, Schedule, Stage, TraceError
 from resihp.contracts.job import acceptable_name
 
-from ._arrow import ParquetColumns, is_number, to_numpy
+from ._arrow import ParquetColumns, is_empty, is_number, to_numpy
 from ._trace import Rows, Trace, absolute, read_meta, tensor_parallel
 
 REQUIRED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
@@ -53,7 +53,9 @@ def _operations(path: Path, table: ParquetColumns) -> OpTable:
     if not known.any():
         raise TraceError(f"{path}: optype: holds none of the known operations")
     column = {
-        name: _column(path, table.read(name), name) for name in table.names if name in _WANTED
+        name: values
+        for name in table.names
+        if name in _WANTED and (values := _column(path, table.read(name), name)) is not None
     }
     if not known.all():
         kind = kind[known]
@@ -65,13 +67,20 @@ def _operations(path: Path, table: ParquetColumns) -> OpTable:
             f"{path}: dp_rank and stage: {replicas} replicas of {stages} stages are more than "
             f"{_MOST_PLACES} places"
         )
-    chunk = column.get("mc", np.where(np.isin(kind, COMPUTE), 0, -1))
+    rank = column.get("rank", dp.astype(np.int64) + replicas * stage.astype(np.int64))
+    compute = np.isin(kind, COMPUTE)
+    chunk = column.get("mc", np.where(compute, 0, -1))
+    order = (dp, stage, rank, column["step"], kind)
     seq = column.get("seq_id")
-    seq = _sequence(dp, stage, column["step"], kind, column["start_ts"]) if seq is None else seq
+    seq = _sequence(*order, column["start_ts"]) if seq is None else seq
+    microbatch = column.get("mb_id")
+    if microbatch is None:
+        each = _sequence(*order, chunk, seq) if chunk.max() > 0 else seq
+        microbatch = np.where(compute, each, -1)
     return OpTable(
         dp=dp,
         stage=stage,
-        rank=column.get("rank", dp.astype(np.int64) + replicas * stage.astype(np.int64)),
+        rank=rank,
         step=column["step"],
         kind=kind,
         start_s=column["start_ts"],
@@ -79,7 +88,7 @@ def _operations(path: Path, table: ParquetColumns) -> OpTable:
         seq=seq,
         chunk=chunk,
         global_chunk=column.get("gmc", np.where(chunk >= 0, chunk * stages + stage, -1)),
-        microbatch=column.get("mb_id", np.where(np.isin(kind, COMPUTE), seq, -1)),
+        microbatch=microbatch,
     )
 
 
@@ -103,19 +112,25 @@ _WANTED: dict[str, tuple[Any, float, int]] = {
 }
 
 
-def _column(path: Path, column: Any, name: str) -> NDArray[Any]:
+def _column(path: Path, column: Any, name: str) -> NDArray[Any] | None:
+    """The values of a column; None for an empty one that may be missing."""
+    if name not in REQUIRED and is_empty(column):
+        return None
     dtype, least, most = _WANTED[name]
     decimal = dtype is np.float64
+    words = "numbers" if decimal else "whole numbers"
+    wrong = TraceError(f"{path}: {name}: must hold {words}, not {column.type}")
+    if not is_number(column):
+        raise wrong
     if column.null_count and least == -1:
         column = column.fill_null(-1)
     if column.null_count:
         raise TraceError(f"{path}: {name}: holds {column.null_count} empty values")
-    values = to_numpy(column) if is_number(column) else np.empty(0, bool)
+    values = to_numpy(column)
     if not decimal and values.dtype.kind == "f":
         values = _whole(values, least)
     if values.dtype.kind not in ("iuf" if decimal else "iu"):
-        words = "numbers" if decimal else "whole numbers"
-        raise TraceError(f"{path}: {name}: must hold {words}, not {column.type}")
+        raise wrong
     if decimal and not np.isfinite(values).all():
         raise TraceError(f"{path}: {name}: holds a value that is not finite")
     if values.min() < least:

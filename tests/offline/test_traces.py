@@ -106,6 +106,51 @@ def test_columns_that_can_be_inferred_may_be_missing(slow_trace, tmp_path):
         np.testing.assert_array_equal(np.sort(ours), np.sort(theirs))
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pa.nulls,
+        lambda size: pa.nulls(size, pa.int32()),
+        lambda size: pa.nulls(size, pa.string()),
+        lambda size: pa.array(np.full(size, np.nan)),
+    ],
+)
+def test_columns_that_may_be_missing_may_be_empty(slow_trace, tmp_path, cells):
+    table = pq.read_table(slow_trace)
+    for name in ("rank", "seq_id", "mc", "gmc", "mb_id"):
+        index = table.column_names.index(name)
+        table = table.set_column(index, name, cells(len(table)))
+    pq.write_table(table, tmp_path / "empty.parquet")
+    pq.write_table(
+        table.drop_columns(["rank", "seq_id", "mc", "gmc", "mb_id"]), tmp_path / "less.parquet"
+    )
+    empty, less = (read_trace(tmp_path / f"{name}.parquet") for name in ("empty", "less"))
+    assert list(empty.batches()) == list(less.batches())
+
+
+@pytest.mark.parametrize("lacking", [["mb_id"], ["mb_id", "seq_id"]])
+def test_microbatches_of_several_chunks_are_counted_once(tmp_path, lacking):
+    write_whatif(tmp_path / "all.parquet", record(Recipe(dp=2, pp=2, steps=2, chunks=2)))
+    table = pq.read_table(tmp_path / "all.parquet")
+    pq.write_table(table.drop_columns(lacking), tmp_path / "less.parquet")
+    whole, less = (read_trace(tmp_path / f"{name}.parquet") for name in ("all", "less"))
+    assert less.job.quotas == whole.job.quotas
+    rows = whole.records["op"] <= Op.BACKWARD
+    found = less.records["microbatch"][less.records["op"] <= Op.BACKWARD]
+    np.testing.assert_array_equal(found, whole.records["microbatch"][rows])
+
+
+def test_passes_of_ranks_in_one_place_are_counted_once(tmp_path):
+    write_whatif(tmp_path / "one.parquet", record(Recipe(dp=2, pp=2, steps=2)))
+    table = pq.read_table(tmp_path / "one.parquet")
+    mate = pa.array(table.column("rank").to_numpy() + 4)
+    mates = table.set_column(table.column_names.index("rank"), "rank", mate)
+    both = pa.concat_tables([table, mates]).drop_columns(["seq_id", "mb_id"])
+    pq.write_table(both, tmp_path / "both.parquet")
+    one, two = (read_trace(tmp_path / f"{name}.parquet") for name in ("one", "both"))
+    assert two.job.quotas == one.job.quotas
+
+
 def test_a_folder_with_one_file_per_rank_is_one_trace(slow_trace, tmp_path):
     table = pq.read_table(slow_trace)
     ranks = table.column("rank").to_numpy()
@@ -221,6 +266,7 @@ def broken(tmp_path, **changes):
         ({"duration": lambda t: pa.array(np.full(len(t), -1.0))}, "duration: holds -1.0"),
         ({"duration": lambda t: pa.array(np.full(len(t), np.nan))}, "duration: holds a value"),
         ({"dp_rank": lambda t: pa.array(["x"] * len(t))}, "dp_rank: must hold whole numbers"),
+        ({"mb_id": lambda t: pa.array(["x", None] * (len(t) // 2))}, "mb_id: .* not string"),
         ({"step": lambda t: pa.array([None] * len(t), pa.int64())}, "step: holds"),
         ({"optype": lambda t: pa.array(["?"] * len(t))}, "none of the known operations"),
         ({"rank": lambda t: pa.array(np.zeros(len(t), int))}, "stand in two places"),
