@@ -7,30 +7,28 @@ trace is never held twice.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import ContractError
+from resihp.contracts import ContractError, TraceError
 
 
 class ParquetColumns:
     """The columns of one or several parquet files of one kind, one after the other, and the
     metadata of each.
 
-    Raises what pyarrow raises for files that it cannot read, and `ContractError` for a column whose
+    Raises `TraceError` naming a file that cannot be read, and `ContractError` for a column whose
     types in the files do not go together.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        # As bytes, since a name need not be UTF-8.
-        self._files = [pq.ParquetFile(pa.OSFile(os.fsencode(file))) for file in files]
+        self._paths = tuple(files)
+        self._files = [_opened(file) for file in files]
         schemas = [file.schema_arrow for file in self._files]
         self.names = [n for n in schemas[0].names if all(n in s.names for s in schemas[1:])]
         # Metadata added during writing is stored separately.
@@ -50,11 +48,35 @@ class ParquetColumns:
         """A column as an Arrow chunked array."""
         import pyarrow as pa
 
-        parts = [file.read(columns=[name], use_threads=False).column(0) for file in self._files]
+        parts = []
+        for path, file in zip(self._paths, self._files, strict=True):
+            with readable(path):
+                parts.append(file.read(columns=[name], use_threads=False).column(0))
         if len({part.type for part in parts}) > 1:
             parts = _of_one_type(name, parts)
         chunks = [chunk for part in parts for chunk in part.chunks]
         return pa.chunked_array(chunks, parts[0].type) if len(parts) > 1 else parts[0]
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Names the path in what pyarrow raises."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split()) or "unknown reason"
+        raise TraceError(f"{path}: is not a readable parquet file: {reason}") from None
+
+
+def _opened(path: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with readable(path):
+        # As bytes, since a name need not be UTF-8.
+        return pq.ParquetFile(pa.OSFile(os.fsencode(path)))
 
 
 def _of_one_type(name: str, parts: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from resihp.contracts import ContractError, TraceError
 
-from ._arrow import ParquetColumns
+from ._arrow import ParquetColumns, readable
 from ._trace import Trace
 
 _JSON = (".json", ".json.gz")
@@ -74,16 +74,11 @@ def _kind(file: Path, start: bytes) -> str:
 
 
 def _parquet_trace(path: Path, files: list[Path]) -> Trace:
-    import pyarrow as pa
-
-    try:
+    with readable(path):
         columns = ParquetColumns(files)
         trace = _trace_of_columns(path, columns)
         columns.release()
         return trace
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split()) or "unknown reason"
-        raise TraceError(f"{path}: is not a readable parquet file: {reason}") from None
 
 
 def _trace_of_columns(path: Path, columns: ParquetColumns) -> Trace:

@@ -252,11 +252,7 @@ def _parse(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from None
     for line in lines:
-        text = line.split("#", 1)[0].strip()
-        if text in ("", "---"):
-            continue
-        name, colon, value = text.partition(":")
-        if not colon:
-            raise TraceError(f"{path}: expected 'name: value', not {text!r}")
-        facts[name.strip()] = value.strip().strip("'\"")
+        name, colon, value = line.split("#", 1)[0].partition(":")
+        if colon:
+            facts[name.strip()] = value.strip().strip("'\"")
     return facts

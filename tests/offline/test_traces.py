@@ -231,6 +231,12 @@ def test_facts_beside_a_trace_are_taken_up(tmp_path):
     assert trace.tp == 8
 
 
+def test_a_file_of_other_facts_beside_a_trace_is_no_hindrance(tmp_path):
+    write_whatif(tmp_path / "run.parquet", record(Recipe(dp=2, pp=2, steps=2)))
+    (tmp_path / "meta.yaml").write_text("---\nnodes:\n  - n0\n  - n1\ntp_size: 2\n")
+    assert read_trace(tmp_path / "run.parquet").tp == 2
+
+
 def test_columns_with_empty_cells_may_have_become_decimals(slow_trace, tmp_path):
     table = pq.read_table(slow_trace)
     for name in ("mc", "gmc", "mb_id"):
@@ -302,6 +308,19 @@ def test_a_file_that_is_none_is_refused_in_one_line(tmp_path, name, content, wor
     with pytest.raises(TraceError, match=words) as caught:
         read_trace(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [lambda whole: b"", lambda whole: whole[:-4], lambda whole: bytes(100) + whole[100:]],
+    ids=["empty", "cut", "overwritten"],
+)
+def test_of_the_files_of_a_folder_the_broken_one_is_named(slow_trace, tmp_path, spoilt):
+    parts_of(slow_trace, tmp_path)
+    broken = tmp_path / "rank-7.parquet"
+    broken.write_bytes(spoilt(broken.read_bytes()))
+    with pytest.raises(TraceError, match=r"rank-7\.parquet: is not a readable parquet file"):
+        read_trace(tmp_path)
 
 
 def test_a_name_that_says_nothing_is_no_hindrance(slow_trace, tmp_path):
