@@ -25,7 +25,8 @@ moves, next to the plan that moves least and gives up 1% of the step at most. Th
 job limit the plan; one that takes on none gets advice on the ranks to leave out.
 
 JOB is a TOML file. SPEEDS is JSON or a JSON file: an object `{"rank": speed}`, or a list with
-one speed per rank. 1.0 is healthy (the default), 0.5 half as fast, 0.0 dead.
+one speed per rank. 1.0 is healthy (the default), 0.5 half as fast, 0.0 dead. A rank that the job
+does not have is a spare, which takes part in a new layout where that gains time.
 
 **Examples**
 

@@ -76,6 +76,13 @@ def test_a_plan_is_a_table_with_reasons(run):
     assert "faster" in result.stdout
 
 
+def test_a_rank_that_the_job_does_not_have_is_a_spare(run):
+    result = run("plan", "JOB", "--speeds", '{"1": 0, "8": 1}')
+    assert result.exit_code == 0
+    assert "rank 1 has stopped and is left out" in result.stdout
+    assert "rank 8 takes part" in result.stdout
+
+
 def test_a_plan_that_is_slower_says_so_and_that_the_present_layout_does_not_fit(run, tmp_path):
     tight = str(tmp_path / "tight.toml")
     (tmp_path / "tight.toml").write_text(LLAMA.replace("80_000", "25_000"))
