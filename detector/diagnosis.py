@@ -169,7 +169,9 @@ _NO_LENGTHS = (
     "that are given as `monitor.microbatch(seq_lens=...)`, PyTorch's profiler records shapes with "
     "`record_shapes=True`."
 )
-_NOT_NAMED = "which ones could not be told for certain: see the verdicts that are not healthy"
+_NOT_NAMED = (
+    "which ones could not be told for certain: see the verdicts that are not healthy, if any"
+)
 _MOST_DEVICES = 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from rich.console import Console
 from rich.markup import escape
@@ -46,10 +47,12 @@ def facts(analysis: Analysis) -> list[str]:
     """Size, length and format of the recording; the layout is the last one of the job."""
     layout, trace = analysis.layout, analysis.trace
     step_ms = analysis.costs.step * (1.0 if analysis.whatif is None else 1e3)
-    changes = [plural(len(trace.plans), "change of layout")] if trace.plans else []
+    layouts = [trace.job.layout, *(plan.layout for plan in trace.plans)]
+    moved = sum(one != other for one, other in pairwise(layouts))
+    changes = {"change of layout": moved, "change of quotas or schedule": len(trace.plans) - moved}
     return [
         f"{plural(layout.dp, 'replica')} × {plural(layout.pp, 'stage')} × TP {analysis.tp}",
-        *changes,
+        *(plural(count, noun) for noun, count in changes.items() if count),
         f"{plural(len(trace.ranks), 'rank')} recorded",
         plural(len(trace.steps), "step"),
         f"{step_ms:.0f} ms per step",

@@ -53,6 +53,14 @@ def test_a_device_that_was_slow_twice_is_one_device():
     )
 
 
+def test_slow_devices_that_nobody_named_need_not_have_a_verdict():
+    (first,) = conclude(costs(DEVICE=12.0)).detail
+    assert first == (
+        "Slow devices cost 12.0% of the step; which ones could not be told for certain: see the "
+        "verdicts that are not healthy, if any."
+    )
+
+
 def test_of_many_slow_devices_the_slowest_are_told():
     many = [SlowDevice(rank=r, dp=r, pp=0, factor=2.0 - r / 10, since=r) for r in range(7)]
     first = conclude(costs(DEVICE=30.0), slow=many).detail[0]

@@ -19,7 +19,7 @@ from resihp.contracts import Cause, Job, Layout, Op, Plan, Replica, Stage, Statu
 from resihp.offline import analyze, read_trace, write_perfetto, write_trace
 from resihp.offline.plots import onset
 from resihp.offline.report import html
-from resihp.offline.summary import headline
+from resihp.offline.summary import facts, headline
 from resihp.offline.timeline import TraceTimeline
 from resihp.testing.scenarios import Fault, steps_of
 
@@ -333,6 +333,20 @@ def test_the_last_steps_before_a_plan_are_judged_though_records_of_them_are_miss
     assert not {3, 7} & set(analysis.layout.ranks)
     replayed = CliRunner().invoke(app, ["replay", str(path)]).stdout
     assert "step 8: rank 3 fail_slow" in replayed
+
+
+def test_a_plan_in_the_same_layout_is_no_change_of_layout(tmp_path):
+    job = Job(name="quotas", layout=Layout.grid(dp=2, pp=1, tp=1, layers=2), microbatches=8)
+    plans = [Plan(version=1, layout=job.layout, quotas=(5, 3), from_step=4)]
+    later = {"steps": 4, "seed": 1, "first_step": 4, "plan_version": 1}
+    batches = [
+        *steps_of(job, [500], steps=4, seed=1),
+        *steps_of(replace(job, quotas=(5, 3)), [500], **later),
+    ]
+    write_trace(tmp_path / "quotas.parquet", job, batches, plans)
+    found = facts(analyze(read_trace(tmp_path / "quotas.parquet")))
+    assert found[1] == "1 change of quotas or schedule"
+    assert not any("of layout" in fact for fact in found)
 
 
 def test_a_stretch_within_a_later_one_is_told_once(tmp_path):
