@@ -137,7 +137,9 @@ _PERIODS = 4
 _LATEST = 3
 """Latest steps left out of differences over a gap, so that an onset does not mask itself."""
 _ENOUGH = 8
-"""Least number of differences of all ranks."""
+"""Least number of differences of all ranks; fewer count where no other ranks tell the noise."""
+FEW_RANKS = 4
+"""Ranks whose distances in one step tell its noise; fewer have only differences between steps."""
 _OWN = 6
 """Least number of differences of one rank for a noise of its own."""
 _POOL = 8.0
@@ -169,14 +171,20 @@ def noise_of(window: NDArray[np.float32]) -> Floats:
     return result
 
 
+def is_noise_uncertain(window: NDArray[np.float32]) -> bool:
+    """Return whether the noise of few ranks rests on fewer differences than it should."""
+    known = np.isfinite(window[1:] - window[:-1])
+    return window.shape[1] < FEW_RANKS and int(np.count_nonzero(known)) < _ENOUGH
+
+
 def _over(window: NDArray[np.float32], gap: int) -> Floats:
     """Noise by differences over `gap` steps: each rank's own, shrunk towards that of all."""
     change = np.abs(window[gap:] - window[:-gap]) / np.sqrt(2.0)
     counts = np.isfinite(change).sum(axis=0)
     number = int(counts.sum())
-    if number < _ENOUGH:
+    if number < (_ENOUGH if window.shape[1] >= FEW_RANKS else 1):
         return np.zeros(window.shape[1])
-    pooled = mad_sigma(change, 0.0) * (1.0 + 4.0 / number)
+    pooled = mad_sigma(change, 0.0) * (1.0 + 4.0 / number if number >= _ENOUGH else 1.0)
     own = np.where(counts >= _OWN, MAD_TO_SIGMA * median(change, 0)[0], pooled)
     result: Floats = np.sqrt((_POOL * pooled**2 + counts * own**2) / (_POOL + counts))
     return result

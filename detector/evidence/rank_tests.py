@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Bools, Floats, Ints, appended, group_median, mad_sigma, mean, median
 from ..persistence import Persistent, State
-from ..residuals import Misfit, StepResidual, common_change, noise_of
+from ..residuals import Misfit, StepResidual, common_change, is_noise_uncertain, noise_of
 from ..settings import DetectorSettings
 from .sequential import EDetector
 
@@ -151,11 +151,13 @@ class RankTests(Persistent):
         mean = self.mean * (1.0 - (doubt / prior) ** 2) + self._fallen()
         self._track_pairs(deviation - self.mean, trusted)
         most = mean + 3.0 * doubt + misfit.from_peers
-        by_peers = deviation - self._most_by_peers(most, offset) - misfit.from_peers
-        by_past = deviation - mean - 3.0 * doubt - _DRIFT - self._misfit_of_past(misfit)
-        settled = seen & self._settled(spread, offset)
-        self.peer_test.update(by_peers, spread, seen & (self._majority | self._pair), self.ceiling)
-        self.past_test.update(by_past, spread, settled, self.ceiling)
+        by_peers = self._most_by_peers(most, offset) + misfit.from_peers
+        by_past = mean + 3.0 * doubt + _DRIFT + self._misfit_of_past(misfit)
+        compared, settled = self._majority | self._pair, self._settled(spread, offset)
+        for row in self._rows_to_judge(deviation):
+            judged = np.isfinite(row)
+            self.peer_test.update(row - by_peers, spread, judged & compared, self.ceiling)
+            self.past_test.update(row - by_past, spread, judged & settled, self.ceiling)
         self._update_baseline(trusted, spread)
         peers, past = self.peer_test.evidence(), self.past_test.evidence()
         # Without lengths, the slower one of a pair may also be the one with more work.
@@ -174,6 +176,15 @@ class RankTests(Persistent):
             able=able & (self._majority | pair | (past >= self.name_at)),
             turns=np.zeros((TURNS, deviation.size), bool),
         )
+
+    def _rows_to_judge(self, deviation: Floats) -> NDArray[np.floating]:
+        """The residuals of this step (`deviation`). In the first steps of few ranks, those of all
+        steps, of which the evidence is taken anew: the noise of the earlier ones was not known
+        then."""
+        if self.count != len(self.window) or not is_noise_uncertain(self.window[:-1]):
+            return deviation[None]
+        self.clear(np.ones(self.past.size, bool))
+        return self.window
 
     def _most_by_peers(self, most_by_past: Floats, offset: float) -> Floats:
         """Highest level at which each rank is as fast as its peers. Those of a pair lie as far

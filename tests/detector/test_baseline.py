@@ -67,3 +67,17 @@ def test_a_slow_device_is_not_hidden_by_the_noise_of_its_own_onset() -> None:
                 named.setdefault(verdict.rank, int(batch.step[0]))
     assert set(named) == {slow}
     assert named[slow] < 8 + 5
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_few_ranks_of_noisy_steps_are_not_named_by_their_first_ones(dp: int) -> None:
+    """One microbatch a step: nothing within a step tells that a rank's time varies."""
+    job = Job(name="noisy", layout=Layout.grid(dp=dp, pp=1, tp=1, layers=8), microbatches=dp)
+    batches = list(steps_of(job, [500], steps=20, seed=1))
+    for seed in range(12):
+        noise = np.exp(np.random.default_rng(seed).normal(0.0, 0.2, (len(batches), dp)))
+        detector = Detector(job)
+        for batch in batches:
+            times = batch.compute_ms * noise[batch.step, batch.rank]
+            changed = detector.update(replace(batch, compute_ms=times))
+            assert all(verdict.status is not Status.FAIL_SLOW for verdict in changed)
