@@ -123,6 +123,13 @@ def generated_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
         name = f"DP{shape[0]} PP{shape[1]} TP{shape[2]}"
         name += f", hiccups in {rate:.1%} of device-steps" if rate else ""
         clean.append([name, f"{tally.device_steps:,}", str(tally.wrong), str(tally.inconclusive)])
+    noisy = Noise(step=0.2)
+    for dp in (2, 3, 4):
+        job = cases.job_of(dp, 1, 1, per_replica=1)
+        jobs = max(1, clean_steps // (dp * 60 * 2))
+        tally = cases.generated_trials(job, 0.0, jobs, steps=60, noise=noisy)
+        name = f"DP{dp}, one a step, times that differ by 20% from step to step"
+        clean.append([name, f"{tally.device_steps:,}", str(tally.wrong), str(tally.inconclusive)])
     longer = Surge(replica=1, factor=20.0, from_step=30, longer=True)
     for dp, pp, per_replica in ((4, 2, 8), (2, 2, 8), (4, 1, 1)):
         job = cases.job_of(dp, pp, 1, per_replica=per_replica)
