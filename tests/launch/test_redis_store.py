@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -72,6 +73,16 @@ def nodes_of(redis: EmbeddedRedis, run: str = "job") -> Nodes:
     return Nodes(options, PreemptionNotice())
 
 
+def stop_heartbeats(launcher: Nodes) -> None:
+    """Stop them as by SIGKILL: none is on its way any more."""
+    assert launcher._heartbeats is not None
+    launcher._heartbeats.close()
+    for thread in threading.enumerate():
+        if thread.name == "resihp-heartbeat":
+            thread.join(60.0)
+            assert not thread.is_alive()
+
+
 def test_a_job_that_failed_begins_anew_and_one_that_completed_does_not(
     redis: EmbeddedRedis,
 ) -> None:
@@ -84,12 +95,12 @@ def test_a_job_that_failed_begins_anew_and_one_that_completed_does_not(
         assert store.publish(0, JobEnd(3, "a bug"))
         if says_so:
             failed.close()
+        else:
+            stop_heartbeats(failed)
         following = nodes_of(redis)
         assert following.is_coordinator
         assert store.attempt(0) is None
         assert LauncherStore(RedisStore(redis.url, "job", MINUTE)).announced() == []
-        if not says_so:
-            failed.close()
         following.close()
         assert store.publish(0, JobEnd(3, "for the next turn"))
     assert store.forget_failed()
