@@ -18,6 +18,19 @@ PATIENCE_S = 250.0
 INNERMOST = {"backward": "_carry_out", "loader": "_carry_out", "collective": "all_reduce"}
 
 
+def verdicts_until_late(ranks, url):
+    """Verdicts on the ranks, again and again while all of them run; fails after the patience."""
+    client, deadline = Client(url), time.monotonic() + PATIENCE_S
+    while True:
+        ranks.poll(0.2)
+        assert not ranks.exit_codes, ranks.logs()
+        assert time.monotonic() < deadline, ranks.logs()
+        verdicts = []
+        with contextlib.suppress(ServiceError):  # the job is registered after its first step
+            verdicts = client.verdicts("hanging")
+        yield verdicts
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("where", "words"),
@@ -29,19 +42,13 @@ INNERMOST = {"backward": "_carry_out", "loader": "_carry_out", "collective": "al
 )
 def test_hanging_rank_is_named_with_its_place(tmp_path, where, words):
     with Sidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
-        client = Client(sidecar.url)
         ranks.start(range(RANKS), train, sidecar.url, tmp_path)
-        deadline = time.monotonic() + PATIENCE_S
+        looks = verdicts_until_late(ranks, sidecar.url)
         ordered, hanging = False, {}
         while not {"its stack", "flight recorder of rank 0"} <= {
             line.split(",")[0].split(":")[0] for line in hanging.get(2, ())
         }:
-            ranks.poll(0.2)
-            assert not ranks.exit_codes, ranks.logs()
-            assert time.monotonic() < deadline, ranks.logs()
-            verdicts = []
-            with contextlib.suppress(ServiceError):  # the job is registered after its first step
-                verdicts = client.verdicts("hanging")
+            verdicts = next(looks)
             if len(verdicts) == RANKS and (verdicts[2].step or 0) > 100 and not ordered:
                 order(tmp_path / f"{where}-2", seconds=300)
                 ordered = True
@@ -67,19 +74,14 @@ def test_an_evaluation_by_one_rank_is_no_hang(tmp_path):
     """For longer than the time-out of a data loader, from a loader of its own."""
     evaluation = tmp_path / "evaluation-0"
     with Sidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
-        client = Client(sidecar.url)
         ranks.start(range(RANKS), train, sidecar.url, tmp_path)
-        deadline = time.monotonic() + PATIENCE_S
+        looks = verdicts_until_late(ranks, sidecar.url)
         ordered, steps = 0, 0
         while not ordered or evaluation.exists() or steps < ordered + 100:
-            ranks.poll(0.2)
-            assert not ranks.exit_codes, ranks.logs()
-            assert time.monotonic() < deadline, ranks.logs()
-            with contextlib.suppress(ServiceError):
-                verdicts = client.verdicts("hanging")
-                assert not [each for each in verdicts if each.status is Status.FAIL_STOP]
-                assert "training thread" not in str([each.evidence for each in verdicts])
-                steps = verdicts[0].step or 0 if len(verdicts) == RANKS else 0
+            verdicts = next(looks)
+            assert not [each for each in verdicts if each.status is Status.FAIL_STOP]
+            assert "training thread" not in str([each.evidence for each in verdicts])
+            steps = verdicts[0].step or 0 if len(verdicts) == RANKS else 0
             if steps > 100 and not ordered:
                 order(evaluation, seconds=45)
                 ordered = steps
@@ -88,17 +90,11 @@ def test_an_evaluation_by_one_rank_is_no_hang(tmp_path):
 @pytest.mark.soak
 def test_rank_that_hosts_the_store_and_stops_is_named_and_no_other(tmp_path):
     with Sidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
-        client = Client(sidecar.url)
         ranks.start(range(RANKS), train_by_store_of_rank_0, sidecar.url, tmp_path)
-        deadline = time.monotonic() + PATIENCE_S
+        looks = verdicts_until_late(ranks, sidecar.url)
         is_stopped, failed = False, set()
         while not failed:
-            ranks.poll(0.2)
-            assert not ranks.exit_codes, ranks.logs()
-            assert time.monotonic() < deadline, ranks.logs()
-            verdicts = []
-            with contextlib.suppress(ServiceError):  # the job is registered after its first step
-                verdicts = client.verdicts("hanging")
+            verdicts = next(looks)
             failed = {each.rank for each in verdicts if each.status is Status.FAIL_STOP}
             if len(verdicts) == RANKS and (verdicts[2].step or 0) > 100 and not is_stopped:
                 ranks.kill(0, signal.SIGSTOP)
