@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from resihp.contracts import (
     Action,
@@ -32,6 +32,7 @@ from .search.plan_bounds import layout_bound
 from .simulator import Speeds, speed_map
 from .step_time import expected_step_ms
 from .switching_rule import (
+    InPlaceChange,
     ReplanDecision,
     SkiRental,
     best_in_place,
@@ -83,15 +84,13 @@ def make_plan(
     for invalid speeds, for a layout of another number of layers, and for one that has to stay and
     cannot run within `max_in_flight`.
     """
-    current, known = _checked(job, layout, speeds)
-    expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)
-    planned = _searched if job.takes_layouts else _in_place
-    plan = planned(job, current, known, slow, version, from_step, expired)
+    expired = _deadline(time_limit_s, clock)
+    search = _PlanSearch.of(job, layout, speeds, links, version, from_step, expired)
+    plan = search.quickest()
     if work is None:
         return plan
-    given = plan.layout, plan.quotas, known, plan.schedule, work, slow
-    expected_ms = expected_step_ms(job, *given)
-    return replace(plan, step_ms=max(plan.step_ms, expected_ms))
+    given = plan.layout, plan.quotas, search.speeds, plan.schedule, work, search.links
+    return replace(plan, step_ms=max(plan.step_ms, expected_step_ms(job, *given)))
 
 
 def plan_front(
@@ -114,32 +113,8 @@ def plan_front(
     stages, of too many devices, whose migration takes less than 1% of a step, or that cannot take
     on a layout live.
     """
-    current, known = _checked(job, layout, speeds)
-    expired, slow = _deadline(time_limit_s, clock), LinkSlowdowns.of(job, links)
-    if not job.takes_layouts:
-        in_place = _in_place(job, current, known, slow, version, from_step, expired)
-        return (PlanOption.of(job, current, in_place),)
-    try:
-        quickest = search(job, current, known, expired, slow)
-    except InfeasibleError:
-        kept = _kept(job, current, known, slow, version, from_step, expired)
-        if kept is None:
-            raise
-        return (PlanOption.of(job, current, kept),)
-    if _is_interleaved(job) or Action.LAYOUT not in job.actions:
-        found = [_with_chunks(job, quickest, current, known, expired, slow)]
-    else:
-        front = search_front(job, current, known, quickest, expired, slow)
-        found = [_found_plan(option) for option in front]
-    found = [_with_forwards_ahead(job, option, known, slow, expired) for option in found]
-    plans = [_plan(job, current, known, slow, option, version, from_step) for option in found]
-    options = [PlanOption.of(job, current, plan) for plan in plans]
-    options = _front_of(options) if slow else options
-    fastest = options[0].plan
-    as_fast = _kept_if_as_fast(job, current, known, slow, fastest, expired)
-    if as_fast is not fastest:
-        return (PlanOption.of(job, current, as_fast),)
-    return (options[0], *(_with_price(option, options[0]) for option in options[1:]))
+    expired = _deadline(time_limit_s, clock)
+    return _PlanSearch.of(job, layout, speeds, links, version, from_step, expired).front()
 
 
 def replan(
@@ -179,7 +154,7 @@ def replan(
         raise ContractError("quotas", f"must sum to microbatches ({job.microbatches})")
     if horizon_steps is not None and horizon_steps < 0:
         raise ContractError("horizon_steps", "must be 0 or more")
-    dead = [rank for rank in current.layout.ranks if known.get(rank, 1.0) <= 0.0]
+    dead = _dead_ranks(current.layout, known)
     if not job.takes_layouts:
         given = job, current, known, slow, dead, rental, horizon_steps, step
         return _without_layouts(*given, expired)
@@ -234,150 +209,173 @@ def _limit(job: Job, dead: Sequence[int]) -> str:
     return f"this job takes on other quotas only, and cannot go on without {rank_list(dead)}"
 
 
-def _in_place(
-    job: Job,
-    layout: Layout,
-    speeds: Mapping[int, float],
-    links: LinkSlowdowns,
-    version: int,
-    from_step: int,
-    expired: Callable[[], bool],
-) -> Plan:
-    """Plan with the best quotas in this layout. Raises `InfeasibleError`."""
-    dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
-    if dead or Action.QUOTAS not in job.actions:
-        raise InfeasibleError("actions", _limit(job, dead))
-    current = unplanned(job, layout, version)
-    found = best_in_place(job, current, speeds, links, expired)[1]
-    plan = found.plan(job, current, speeds, links)
-    return replace(plan, version=version, from_step=from_step)
+@dataclass(frozen=True)
+class _PlanSearch:
+    """Search for plans of a job in its present state."""
+
+    job: Job
+    layout: Layout
+    speeds: Mapping[int, float]
+    links: LinkSlowdowns
+    version: int
+    """Of the plans to make."""
+    from_step: int
+    expired: Callable[[], bool]
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        layout: Layout | None,
+        speeds: Speeds,
+        links: Iterable[LinkVerdict],
+        version: int,
+        from_step: int,
+        expired: Callable[[], bool],
+    ) -> _PlanSearch:
+        """Check what a caller gave. Raises `ContractError`."""
+        known, current = speed_map(speeds), layout or job.layout
+        if current.layers != job.layout.layers:
+            raise ContractError("layout", f"holds {current.layers} layers, not {job.layout.layers}")
+        slow = LinkSlowdowns.of(job, links)
+        return cls(job, current, known, slow, version, from_step, expired)
+
+    def quickest(self) -> Plan:
+        """Plan with the shortest step, by the actions of the job. Raises `InfeasibleError`."""
+        if not self.job.takes_layouts:
+            return self._in_place()
+        found = self._arrangement()
+        if isinstance(found, Plan):
+            return found
+        plan = self._plan(self._with_chunks(found))
+        return self._kept_if_as_fast(plan) or plan
+
+    def front(self) -> tuple[PlanOption, ...]:
+        """Plans from the quickest one to that which moves least. Raises `InfeasibleError`."""
+        if not self.job.takes_layouts:
+            return (self._option(self._in_place()),)
+        quickest = self._arrangement()
+        if isinstance(quickest, Plan):
+            return (self._option(quickest),)
+        if _is_interleaved(self.job) or Action.LAYOUT not in self.job.actions:
+            found = [self._with_chunks(quickest)]
+        else:
+            given = self.job, self.layout, self.speeds, quickest, self.expired, self.links
+            found = [_found_plan(arrangement) for arrangement in search_front(*given)]
+        options = [self._option(self._plan(one)) for one in found]
+        options = _front_of(options) if self.links else options
+        as_fast = self._kept_if_as_fast(options[0].plan)
+        if as_fast is not None:
+            return (self._option(as_fast),)
+        return (options[0], *(_with_price(option, options[0]) for option in options[1:]))
+
+    def _option(self, plan: Plan) -> PlanOption:
+        return PlanOption.of(self.job, self.layout, plan)
+
+    def _arrangement(self) -> Arrangement | Plan:
+        """Quickest arrangement, or a plan that keeps the layout where the search finds none."""
+        try:
+            return search(self.job, self.layout, self.speeds, self.expired, self.links)
+        except InfeasibleError:
+            kept = self._kept()
+            if kept is None:
+                raise
+            return kept
+
+    def _in_place(self) -> Plan:
+        """Plan with the best quotas in this layout."""
+        dead = _dead_ranks(self.layout, self.speeds)
+        if dead or Action.QUOTAS not in self.job.actions:
+            raise InfeasibleError("actions", _limit(self.job, dead))
+        return self._numbered(self._best_in_place())
+
+    def _kept(self, within_ms: float = _LONGEST_MS) -> Plan | None:
+        """Plan that keeps the layout; None with a dead rank, for a longer step than `within_ms`,
+        and where it does not fit into memory."""
+        if _dead_ranks(self.layout, self.speeds):
+            return None
+        found = self._best_in_place()
+        if found.step_ms > within_ms:
+            return None
+        fitting = fits(self.job, found.layout, found.quotas, found.schedule)
+        return self._numbered(found) if fitting else None
+
+    def _kept_if_as_fast(self, plan: Plan) -> Plan | None:
+        """Plan that keeps the layout, if its step is no longer than that of a `plan` that does not.
+
+        The search leaves out what it takes to be slower or not to fit, such as slow ranks with
+        memory that others lack, and stages without layers.
+        """
+        if plan.layout == self.layout:
+            return None
+        return self._kept(within_ms=plan.step_ms * (1 + 1e-9))
+
+    def _best_in_place(self) -> InPlaceChange:
+        current = unplanned(self.job, self.layout, self.version)
+        return best_in_place(self.job, current, self.speeds, self.links, self.expired)[1]
+
+    def _numbered(self, change: InPlaceChange) -> Plan:
+        current = unplanned(self.job, self.layout, self.version)
+        plan = change.plan(self.job, current, self.speeds, self.links)
+        return replace(plan, version=self.version, from_step=self.from_step)
+
+    def _with_chunks(self, found: Arrangement) -> FoundPlan:
+        """Result of the search, with interleaved stages where the job has them."""
+        plain = _found_plan(found)
+        if not _is_interleaved(self.job):
+            return plain
+        option = interleaved(self.job, found, self.layout, self.speeds, self.expired, self.links)
+        if isinstance(option, str):
+            return plain._replace(why=(f"stages hold one model chunk: {option}",))
+        if option.makespan_ms > plain.makespan_ms * (1 + _TOLERANCE):
+            return plain._replace(why=("stages hold one model chunk, which is faster here",))
+        return option
+
+    def _with_forwards_ahead(self, found: FoundPlan) -> FoundPlan:
+        """Result of the search, with slow links in the order of passes that hides them best."""
+        given = found.layout, found.quotas, self.speeds, self.links, found.schedule, self.expired
+        option = with_forwards_ahead(self.job, *given, within_ms=found.makespan_ms)
+        if option is None:
+            return found
+        layout, quotas, makespan_ms = option
+        fixed_ms, schedule = layer_cost(self.job).step_ms, Schedule.EAGER_1F1B
+        step_ms = makespan_ms + fixed_ms
+        bound_ms = layout_bound(
+            self.job, layout, quotas, schedule, self.speeds, step_ms, self.links
+        )
+        return found._replace(
+            layout=layout,
+            quotas=quotas,
+            schedule=schedule,
+            makespan_ms=makespan_ms,
+            bound_ms=bound_ms - fixed_ms,
+        )
+
+    def _plan(self, found: FoundPlan) -> Plan:
+        """Plan of a result of the search."""
+        job, speeds = self.job, self.speeds
+        found = self._with_forwards_ahead(found)
+        fixed_ms = layer_cost(job).step_ms
+        step_ms = found.makespan_ms + fixed_ms
+        given = found.layout, found.quotas, speeds, found.schedule, self.links
+        why = reasons(job, self.layout, *given)
+        if found.layout != self.layout and not _dead_ranks(self.layout, speeds):
+            why += memory_reasons(job, unplanned(job, self.layout))
+        return Plan(
+            version=self.version,
+            layout=found.layout,
+            quotas=found.quotas,
+            from_step=self.from_step,
+            step_ms=step_ms,
+            bound_ms=min(step_ms, found.bound_ms + fixed_ms),
+            schedule=found.schedule,
+            reason=(*why, *found.why),
+            action=Action.LAYOUT if Action.LAYOUT in job.actions else Action.RESTART,
+        )
 
 
-def _searched(
-    job: Job,
-    layout: Layout,
-    speeds: Mapping[int, float],
-    links: LinkSlowdowns,
-    version: int,
-    from_step: int,
-    expired: Callable[[], bool],
-) -> Plan:
-    """Plan of the search, or one that keeps the layout. Raises `InfeasibleError`."""
-    try:
-        best = search(job, layout, speeds, expired, links)
-    except InfeasibleError:
-        kept = _kept(job, layout, speeds, links, version, from_step, expired)
-        if kept is None:
-            raise
-        return kept
-    found = _with_chunks(job, best, layout, speeds, expired, links)
-    found = _with_forwards_ahead(job, found, speeds, links, expired)
-    plan = _plan(job, layout, speeds, links, found, version, from_step)
-    return _kept_if_as_fast(job, layout, speeds, links, plan, expired)
-
-
-def _kept_if_as_fast(
-    job: Job,
-    layout: Layout,
-    speeds: Mapping[int, float],
-    links: LinkSlowdowns,
-    plan: Plan,
-    expired: Callable[[], bool],
-) -> Plan:
-    """The plan, or one that keeps the layout if its step is no longer.
-
-    The search leaves out what it takes to be slower or not to fit, such as slow ranks with memory
-    that others lack, and stages without layers.
-    """
-    if plan.layout == layout:
-        return plan
-    given = job, layout, speeds, links, plan.version, plan.from_step, expired
-    return _kept(*given, within_ms=plan.step_ms * (1 + 1e-9)) or plan
-
-
-def _kept(
-    job: Job,
-    layout: Layout,
-    speeds: Mapping[int, float],
-    links: LinkSlowdowns,
-    version: int,
-    from_step: int,
-    expired: Callable[[], bool],
-    *,
-    within_ms: float = _LONGEST_MS,
-) -> Plan | None:
-    """Plan that keeps the layout; None with a dead rank, for a longer step than `within_ms`, and
-    where it does not fit into memory."""
-    if any(speeds.get(rank, 1.0) <= 0.0 for rank in layout.ranks):
-        return None
-    current = unplanned(job, layout, version)
-    found = best_in_place(job, current, speeds, links, expired)[1]
-    if found.step_ms > within_ms or not fits(job, found.layout, found.quotas, found.schedule):
-        return None
-    plan = found.plan(job, current, speeds, links)
-    return replace(plan, version=version, from_step=from_step)
-
-
-def _checked(job: Job, layout: Layout | None, speeds: Speeds) -> tuple[Layout, Mapping[int, float]]:
-    """Current layout and speeds. Raises `ContractError`."""
-    known = speed_map(speeds)
-    current = layout or job.layout
-    if current.layers != job.layout.layers:
-        raise ContractError("layout", f"holds {current.layers} layers, not {job.layout.layers}")
-    return current, known
-
-
-def _plan(
-    job: Job,
-    current: Layout,
-    speeds: Mapping[int, float],
-    links: LinkSlowdowns,
-    found: FoundPlan,
-    version: int,
-    from_step: int,
-) -> Plan:
-    fixed_ms = layer_cost(job).step_ms
-    step_ms = found.makespan_ms + fixed_ms
-    why = reasons(job, current, found.layout, found.quotas, speeds, found.schedule, links)
-    if found.layout != current and all(speeds.get(rank, 1.0) > 0.0 for rank in current.ranks):
-        why += memory_reasons(job, unplanned(job, current))
-    return Plan(
-        version=version,
-        layout=found.layout,
-        quotas=found.quotas,
-        from_step=from_step,
-        step_ms=step_ms,
-        bound_ms=min(step_ms, found.bound_ms + fixed_ms),
-        schedule=found.schedule,
-        reason=(*why, *found.why),
-        action=Action.LAYOUT if Action.LAYOUT in job.actions else Action.RESTART,
-    )
-
-
-def _with_forwards_ahead(
-    job: Job,
-    found: FoundPlan,
-    speeds: Mapping[int, float],
-    links: LinkSlowdowns,
-    expired: Callable[[], bool],
-) -> FoundPlan:
-    """Result of the search, with slow links in the order of passes that hides them best."""
-    given = found.layout, found.quotas, speeds, links, found.schedule, expired
-    option = with_forwards_ahead(job, *given, within_ms=found.makespan_ms)
-    if option is None:
-        return found
-    layout, quotas, makespan_ms = option
-    fixed_ms = layer_cost(job).step_ms
-    bound_ms = layout_bound(
-        job, layout, quotas, Schedule.EAGER_1F1B, speeds, makespan_ms + fixed_ms, links
-    )
-    return found._replace(
-        layout=layout,
-        quotas=quotas,
-        schedule=Schedule.EAGER_1F1B,
-        makespan_ms=makespan_ms,
-        bound_ms=bound_ms - fixed_ms,
-    )
+def _dead_ranks(layout: Layout, speeds: Mapping[int, float]) -> list[int]:
+    return [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
 
 
 def _found_plan(found: Arrangement) -> FoundPlan:
@@ -410,26 +408,6 @@ def _with_price(option: PlanOption, quickest: PlanOption) -> PlanOption:
 
 def _is_interleaved(job: Job) -> bool:
     return job.schedule is Schedule.INTERLEAVED and job.chunks > 1 and not job.schedules
-
-
-def _with_chunks(
-    job: Job,
-    found: Arrangement,
-    current: Layout,
-    speeds: Mapping[int, float],
-    expired: Callable[[], bool],
-    links: LinkSlowdowns,
-) -> FoundPlan:
-    """Result of the search, with interleaved stages where the job has them."""
-    plain = _found_plan(found)
-    if not _is_interleaved(job):
-        return plain
-    option = interleaved(job, found, current, speeds, expired, links)
-    if isinstance(option, str):
-        return plain._replace(why=(f"stages hold one model chunk: {option}",))
-    if option.makespan_ms > plain.makespan_ms * (1 + _TOLERANCE):
-        return plain._replace(why=("stages hold one model chunk, which is faster here",))
-    return option
 
 
 def _deadline(limit_s: float | None, clock: Callable[[], float]) -> Callable[[], bool]:
