@@ -63,6 +63,37 @@ def test_microbatches_can_be_asked_for_again_until_the_step_is_finished() -> Non
     assert not torch.equal(second, data(2, 0).tokens)
 
 
+class Counting:
+    """An iterator that gives the very state that it changes, and keeps the one that it is given."""
+
+    def __init__(self) -> None:
+        self.state = {"drawn": 0}
+
+    def __next__(self) -> Packed:
+        self.state["drawn"] += 1
+        return batch(self.state["drawn"], 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_the_state_of_a_step_is_that_of_its_begin() -> None:
+    data = IteratorData(Counting(), MICROBATCHES)
+    data(0, 0)
+    assert data.state_dict() == {"drawn": 0}
+    data.finish(0)
+    data(1, 0)
+    assert data.state_dict() == {"drawn": 3}
+
+    joined = IteratorData(Counting(), MICROBATCHES)
+    joined.load_state_dict({"drawn": 3})
+    joined(1, 0)
+    assert joined.state_dict() == {"drawn": 3}
+
+
 class Ending(Shuffled):
     """As it is, but ends after four microbatches."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, Protocol, runtime_checkable
 
 from resihp.contracts import ContractError
@@ -47,13 +48,14 @@ class IteratorData:
 
     microbatches  of a step, over all replicas; as many as the job has
 
-    Raises `ContractError` where the iterator ends within a step.
+    States are copied: the iterator may give, or keep, one that it changes. Raises `ContractError`
+    where it ends within a step.
     """
 
     def __init__(self, iterator: StatefulIterator, microbatches: int) -> None:
         self._iterator, self.microbatches = iterator, microbatches
         self._drawn: list[Packed] = []
-        self._before = iterator.state_dict()
+        self._before = deepcopy(iterator.state_dict())
 
     def __call__(self, step: int, index: int) -> Packed:
         """Return microbatch `index` of the unfinished step."""
@@ -63,7 +65,7 @@ class IteratorData:
     def finish(self, step: int) -> None:
         """Advance past the microbatches of this step, requested or not."""
         self._draw()
-        self._drawn, self._before = [], self._iterator.state_dict()
+        self._drawn, self._before = [], deepcopy(self._iterator.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the iterator at the start of the step."""
@@ -71,7 +73,7 @@ class IteratorData:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position of another rank."""
-        self._iterator.load_state_dict(state)
+        self._iterator.load_state_dict(deepcopy(state))
         self._drawn, self._before = [], state
 
     def _draw(self) -> None:
