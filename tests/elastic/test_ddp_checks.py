@@ -292,6 +292,15 @@ def test_a_norm_that_is_trained_again() -> None:
     del store  # not before
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_fixed_order_of_sums_that_fp32_cannot_hold(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(2, 2, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    environment = Environment(0, 1, "127.0.0.1", 1, "job", False, False)
+    with pytest.raises(ContractError, match=f"deterministic: .* {str(dtype)[6:]}"):
+        Replicas(model, optimizer, microbatches=2, deterministic=True, environment=environment)
+
+
 @pytest.mark.parametrize("microbatches", [0, -3, 4.0])
 def test_a_number_of_microbatches_that_cannot_be(microbatches: int) -> None:
     model = linear()

@@ -52,8 +52,11 @@ class LoopGradients:
         self.parameters: list[nn.Parameter] = []
         self.trained = 0
         self._sharded = sharded_parameters(model)
-        if ordered and any(parameter.dtype == torch.float64 for parameter in self._all):
-            raise ContractError("deterministic", "sums are made in fp32: too few bits for float64")
+        for parameter in self._all if ordered else []:
+            if parameter.dtype == torch.float64 or parameter.is_complex():
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                why = f"sums are made in fp32: too few bits for {dtype}"
+                raise ContractError("deterministic", why)
         self.total: list[torch.Tensor] | None = None
         self._microbatches, self._bucket_bytes = microbatches, bucket_bytes
         self._has_ddp = any(isinstance(one, DistributedDataParallel) for one in model.modules())
