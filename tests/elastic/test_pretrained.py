@@ -208,6 +208,7 @@ def test_what_was_read_is_saved_with_its_configuration(llama: Path, tmp_path: Pa
 BASE = {**config_of(SAVED["llama"]), "max_position_embeddings": 64}
 GPT2 = config_of(SAVED["gpt2"])
 QWEN = {**BASE, "model_type": "qwen2"}
+NEWER = {**BASE, "rope_theta": None, "rope_parameters": {"rope_theta": 1e6}}
 
 
 @pytest.mark.parametrize(
@@ -222,14 +223,17 @@ QWEN = {**BASE, "model_type": "qwen2"}
         (BASE, "rope_scaling", {"rope_type": "longrope"}, "rope_type: 'longrope'"),
         (BASE, "rope_scaling", {"type": "linear", "factor": 2.0, "bend": 1}, "bend: 1"),
         (BASE, "rope_scaling", {"type": "linear"}, "factor: is missing for rope_type 'linear'"),
-        (BASE, "rope_parameters", {"rope_theta": 5.0, "partial_rotary_factor": 0.5}, "partial_"),
+        (NEWER, "rope_parameters", {"rope_theta": 5.0, "partial_rotary_factor": 0.5}, "partial_"),
+        (BASE, "rope_parameters", {"rope_theta": 5.0}, "rope_theta: is 10000.0 and, in rope_param"),
+        (NEWER, "rope_theta", 5.0, "rope_theta: is 5.0 and, in rope_parameters, 1000000.0"),
+        (NEWER, "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling: says LinearRope"),
         (BASE, "hidden_size", None, "hidden_size: is missing"),
         (BASE, "rms_norm_eps", "small", "rms_norm_eps: must be a number, not 'small'"),
         (QWEN, "layer_types", ["chunked_attention"] * 4, "layer_types: 'chunked_attention'"),
         (GPT2, "activation_function", "relu", "activation_function: 'relu'"),
         (GPT2, "attn_pdrop", 0.2, "attn_pdrop: 0.2 is not supported beside resid_pdrop 0.1"),
         (GPT2, "scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx: True"),
-        (GPT2, "tie_word_embeddings", False, "a tied head"),
+        (GPT2, "tie_word_embeddings", False, "tie_word_embeddings: False is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -261,7 +265,7 @@ def test_positions_in_older_and_newer_configurations(
 ) -> None:
     older = {**BASE, "rope_theta": 7.0, "rope_scaling": scaling}
     newer = {**BASE, "rope_theta": None, "rope_parameters": {"rope_theta": 7.0, **(scaling or {})}}
-    for config in (older, newer):
+    for config in (older, newer, older | newer | {"rope_theta": 7}):
         model = model_of(config)
         assert isinstance(model, Llama)
         assert model.rope == rope

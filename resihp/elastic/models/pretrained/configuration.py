@@ -183,6 +183,7 @@ def _mixtral(keys: _Keys, context: int | None, seed: int) -> Mixture:
 
 
 def _gpt2(keys: _Keys, context: int | None, seed: int) -> Gpt2:
+    keys.only("tie_word_embeddings", True)
     hidden, heads = keys.number("n_embd"), keys.number("n_head")
     shape = ModelShape(
         layers=keys.number("n_layer"),
@@ -191,7 +192,7 @@ def _gpt2(keys: _Keys, context: int | None, seed: int) -> Gpt2:
         kv_heads=heads,
         ffn=keys.number("n_inner", 4 * hidden),
         vocab=keys.number("vocab_size"),
-        tied_embeddings=keys.take("tie_word_embeddings", True),
+        tied_embeddings=True,
         gated=False,
     )
     keys.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
@@ -215,10 +216,29 @@ _READERS: dict[str, Callable[[_Keys, int | None, int], Llama | Gpt2]] = {
 
 
 def _rope(keys: _Keys, context: int | None, theta: float) -> Rope:
-    """Interpret `rope_theta` with `rope_scaling`, or `rope_parameters`, which hold both."""
-    given: dict[str, Any] = dict(keys.take("rope_parameters", None) or {})
-    given = dict(keys.take("rope_scaling", None) or {}) or given
-    given.setdefault("rope_theta", keys.number("rope_theta", theta))
+    """Interpret `rope_theta` with `rope_scaling`, or `rope_parameters`, which hold both.
+
+    They may stand beside each other where they say the same.
+    """
+    base = keys.number("rope_theta", None)
+    usual = {"rope_theta": theta if base is None else base}
+    found = []
+    for name in ("rope_scaling", "rope_parameters"):
+        held = dict(keys.take(name, None) or {})
+        given = usual | {key: value for key, value in held.items() if value is not None}
+        if base not in (None, given["rope_theta"]):
+            other = given["rope_theta"]
+            raise ContractError("rope_theta", f"is {base} and, in {name}, {other}: set one of them")
+        if held:
+            found.append(_rope_of(given, context))
+    if len(found) == 2 and found[0] != found[1]:
+        raise ContractError(
+            "rope_scaling", f"says {found[0]}, and rope_parameters {found[1]}: set one of them"
+        )
+    return found[0] if found else _rope_of(usual, context)
+
+
+def _rope_of(given: dict[str, Any], context: int | None) -> Rope:
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
     if kind not in _ROPES:
