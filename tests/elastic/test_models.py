@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +144,17 @@ def test_bf16_operators_keep_float32_state_and_sums(alone: Run, model: Model) ->
 def test_a_precision_that_needs_scaled_gradients_is_refused() -> None:
     with pytest.raises(ContractError, match=r"compute_dtype: must be torch\.bfloat16"):
         Setup(MODELS["tied"], OPTIMIZER, batch, compute_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_lengths_of_documents_in_other_sequences(kind: Callable[..., Any]) -> None:
+    def data(step: int, index: int) -> Packed:
+        packed = batch(step, index)
+        return Packed(packed.tokens, packed.targets, kind(packed.seq_lens))
+
+    plan = Plan(version=0, layout=ALONE, quotas=(2,))
+    usual, found = (train(Setup(MODELS["llama"], OPTIMIZER, one), plan, 1) for one in (batch, data))
+    assert found.losses == usual.losses
 
 
 def test_a_document_longer_than_learned_positions_is_refused() -> None:

@@ -57,6 +57,7 @@ class Packed:
             raise ContractError(
                 "seq_lens", f"must be 1 or more each and sum to {len(self.tokens)} tokens"
             )
+        object.__setattr__(self, "seq_lens", tuple(self.seq_lens))  # a key of caches
 
     def to(self, device: torch.device) -> Packed:
         """Return the microbatch with its tensors on `device`; itself if they are there."""
