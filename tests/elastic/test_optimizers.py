@@ -96,6 +96,20 @@ def test_state_that_cannot_be_cut_is_refused_with_the_reason(kind: type) -> None
         Optimizer(kind)
 
 
+class Unfinished(torch.optim.SGD):
+    """Fails without a word."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise AssertionError
+
+
+def test_an_optimizer_that_fails_by_an_assertion_is_refused() -> None:
+    with pytest.raises(ContractError, match="AdamW cannot be cut by range: If capturable=True"):
+        Optimizer(torch.optim.AdamW, capturable=True)
+    with pytest.raises(ContractError, match="Unfinished cannot be cut by range: AssertionError"):
+        Optimizer(Unfinished)
+
+
 def test_a_kernel_whose_result_depends_on_the_cut_is_refused() -> None:
     everywhere = Optimizer(torch.optim.AdamW, fused=True)
     some = {"layers.1.wq": {"fused": True}}

@@ -104,8 +104,9 @@ def _run(
             for param, part in zip(params, pieces(grad), strict=True):
                 param.grad = part
             optimizer.step()
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        raise _refusal(name, str(error).strip().splitlines()[0]) from error
+    except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
+        why = str(error).strip() or type(error).__name__
+        raise _refusal(name, why.splitlines()[0]) from error
     if options != [_numbers(group) for group in optimizer.param_groups]:
         raise _refusal(name, "it keeps state in its parameter groups")
     return params, optimizer, eager
