@@ -96,6 +96,9 @@ def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:
         ReshardBudget(0)
     with pytest.raises(ContractError, match="spill"):
         ReshardBudget(spill=tmp_path / "nowhere")
+    with pytest.raises(ContractError, match="spill"):
+        ReshardBudget(spill=str(tmp_path / "nowhere"))  # type: ignore[arg-type]
+    assert ReshardBudget(spill=str(tmp_path)).spill == tmp_path  # type: ignore[arg-type]
 
 
 def test_what_is_written_to_the_file_shows_in_the_tensor(tmp_path: Path) -> None:

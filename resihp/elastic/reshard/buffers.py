@@ -67,8 +67,10 @@ class ReshardBudget:
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:
             raise ContractError("limit_bytes", f"must be above 0, not {self.limit_bytes}")
-        if self.spill is not None and not self.spill.is_dir():
-            raise ContractError("spill", f"{self.spill} is no folder")
+        if self.spill is not None:
+            object.__setattr__(self, "spill", Path(self.spill))  # of a name, as well
+            if not self.spill.is_dir():
+                raise ContractError("spill", f"{self.spill} is no folder")
 
     @property
     def buffer_bytes(self) -> int:
