@@ -159,8 +159,14 @@ class Span(TimedBlock):
         self.waiting = False
 
     def leave(self) -> None:
-        """End without a record."""
-        self._recording.open = self._outer
+        """End without a record, and with this the blocks inside it that nobody has ended. One that
+        ends after a block around it ends nothing but itself."""
+        recording = self._recording
+        span = recording.open
+        while span is not None and span is not self:
+            span = span._outer
+        if span is self:
+            recording.open = self._outer
 
     def leave_if_open(self) -> None:
         """End without a record if this is the innermost open block."""
@@ -218,9 +224,13 @@ class HostSpan(Span):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         recording = self._recording
         now_ns = recording.now_ns
-        self._stop = now_ns()
-        recording.open = self._outer
+        stop_ns = now_ns()
+        if recording.open is self:
+            recording.open = self._outer
+        else:
+            self.leave()
         if kind is None:
+            self._stop = stop_ns
             self.step = recording.step
             self.plan_version = recording.plan_version
             recording.recorded = True
@@ -291,7 +301,7 @@ class DeviceSpan(Span):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         recording = self._recording
-        recording.open = self._outer
+        self.leave()
         if kind is not None:
             return
         self._stop = self.stamp()

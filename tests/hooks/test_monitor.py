@@ -232,6 +232,38 @@ def test_the_users_exceptions_pass_and_leave_no_record(monitor, sidecar):
     assert monitor.stats.failures == monitor.stats.dropped == 0
 
 
+def test_blocks_that_end_in_another_order_leave_none_open(monitor, sidecar, hands):
+    with monitor.step():
+        outer, inner = monitor.forward().start(), monitor.backward().start()
+        hands.pass_ms(1)
+        outer.stop()
+        with monitor.optimizer():
+            hands.pass_ms(1)
+            inner.stop()
+            with monitor.waiting():
+                hands.pass_ms(4)
+        late = monitor.forward().start()
+    late.stop()
+    outer.cancel()
+    assert monitor._recording.open is None
+    monitor.close()
+    records = sidecar.records
+    assert records.op.tolist() == [Op.FORWARD, Op.BACKWARD, Op.OPTIMIZER, Op.FORWARD]
+    assert records.compute_ms.tolist() == [1, 2, 1, 0]
+    assert records.wait_ms.tolist()[2] == 4
+
+
+def test_a_block_ends_those_inside_it(monitor, sidecar):
+    with monitor.step():
+        with monitor.forward():
+            monitor.data().start()
+        assert monitor._recording.open.microbatch == -1
+        monitor.forward().start()
+    assert monitor._recording.open is None
+    monitor.close()
+    assert len(sidecar.records) == 1
+
+
 def test_record_takes_what_an_engine_timed_itself(monitor, sidecar):
     monitor.record(
         op=Op.FORWARD, step=9, microbatch=2, compute_ms=1.5, wait_ms=None, tokens=8, sequences=2,
