@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import nan
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -66,6 +67,7 @@ class StagePasses:
         self, stage: Any, chunk: int, timer: PassTimer, lengths: Lengths | None, patches: Patches
     ) -> None:
         self._chunk, self._timer, self._lengths = chunk, timer, lengths
+        self._stage: Callable[[], Any] = ref(stage)
         self._names = argument_names(stage.submod)
         self._gradients = FinalWait(timer)
         self._work_of_call = timer.safely(work_of_call)
@@ -78,7 +80,7 @@ class StagePasses:
     def _begin_forward(self, args: Arguments, kwargs: Keywords) -> None:
         """Begin a pass: `forward_one_chunk(index, args, kwargs)` holds the arguments of the
         stage's module, which are () but on the first stage."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and _has_backward(self._stage()):
             inner = _argument(args, kwargs, 1, "args") or ()
             named = _argument(args, kwargs, 2, "kwargs") or {}
             work = self._work_of_call(inner, named, self._lengths, self._names)
@@ -88,8 +90,9 @@ class StagePasses:
             self._timer.mark_data()
 
     def _begin_backward(self, args: Arguments, kwargs: Keywords) -> None:
-        index = _argument(args, kwargs, 0, "bwd_chunk_id")
-        self._timer.begin(BACKWARD, chunk=self._chunk, index=index)
+        if _has_backward(self._stage()):
+            index = _argument(args, kwargs, 0, "bwd_chunk_id")
+            self._timer.begin(BACKWARD, chunk=self._chunk, index=index)
 
     def _end_input(self, args: Arguments, kwargs: Keywords, _: Any) -> None:
         if _argument(args, kwargs, 2, "full_backward") in (None, True):
@@ -160,7 +163,7 @@ class PipelineTransfers:
         self, stage: Any, boundary: int, args: Arguments, kwargs: Keywords, operations: Any
     ) -> None:
         """Mark the operations that a method of a stage returned with their place."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and _has_backward(stage):
             (microbatch,) = (*args, *kwargs.values())
             chunk = (stage.stage_index + boundary) // stage.group_size
             for operation in operations:
@@ -220,6 +223,12 @@ class PipelineTransfers:
 
 def _do_nothing(args: Arguments, kwargs: Keywords) -> None:
     """Stand in for the begin of a call of which only the end matters."""
+
+
+def _has_backward(stage: Any) -> bool:
+    """Return whether the microbatches of a stage are those of a training. In an evaluation by the
+    schedule's `eval` gradients may be on, and methods of backward passes are called in vain."""
+    return bool(getattr(stage, "has_backward", True))
 
 
 def _argument(args: Arguments, kwargs: Keywords, position: int, name: str) -> Any:

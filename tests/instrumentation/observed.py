@@ -35,7 +35,8 @@ class Observed:
     def __init__(self, target=None, optimizer=True, sidecar=None, **options) -> None:
         self.sidecar = sidecar or Sidecar()
         self.model = target if target is not None else Model()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        own = isinstance(optimizer, bool)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3) if own else optimizer
         self.monitor = resihp.instrument(
             self.model,
             self.optimizer if optimizer else None,

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributions import Independent, Normal
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
@@ -52,6 +53,30 @@ def test_evaluation_is_not_recorded(observe):
         loop.model(torch.ones(1, 1, 4))
     loop.step()
     assert loop.passes() == one_step(0) + one_step(1)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Process group of this process alone."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("gradients", [torch.no_grad, contextlib.nullcontext])
+def test_evaluation_by_a_schedule_is_not_recorded(alone, observe, gradients):
+    stage = PipelineStage(Model(), 0, 1, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, _: y.square().sum())
+    optimizer = torch.optim.SGD(stage.submod.parameters(), lr=1e-3)
+    loop = observe(schedule, optimizer)
+    x = torch.ones(4, 4)
+    for _ in range(2):
+        schedule.step(x, target=x)
+        optimizer.step()
+        with gradients():
+            schedule.eval(x, target=x)
+    assert loop.passes() == one_step(0, 2) + one_step(1, 2)
 
 
 def fail_in_forward(loop):
