@@ -30,6 +30,7 @@ _MOST_BESIDE_LOSS = 8
 _MOST_VALUES = 1_000
 """Values of an output that are looked at."""
 _DEPTH, _OBJECT_DEPTH = 6, 2
+_CALL = "_compiled_call_impl"
 
 
 def queue_callback() -> Callable[[Callable[[], None]], None] | None:
@@ -63,8 +64,9 @@ class ModulePasses:
         self._gradients = FinalWait(timer, timer.end)
         self._begin = timer.safely(self._begin_backward)
         self._index, self._is_over = -1, False
-        if not patches.wrap(module, "_compiled_call_impl", self._timed, may_be_none=True):
+        if not patches.wrap(module, _CALL, self._timed, may_be_none=True):
             patches.wrap(module, "forward", self._timed)  # its hooks are outside of the pass
+        _hide_from_script(patches)
         patches.wrap(torch.nn.Module, "_replicate_for_data_parallel", _without_wrappers)
         if getattr(module, "broadcast_buffers", False):  # of DDP; it waits in C++
             patches.wrap(module, "_sync_buffers", self._waited)
@@ -171,6 +173,15 @@ class ModulePasses:
         gradients = self._gradients
         if gradients.expected != under_way and self._timer.begin(BACKWARD, index=index) >= 0:
             gradients.expect(under_way)
+
+
+def _hide_from_script(patches: Patches) -> None:
+    """Have `torch.jit.script` leave the wrapper out as it does torch's other attributes of modules:
+    it would refuse the module for it."""
+    hidden = getattr(getattr(torch.jit, "_recursive", None), "ignored_attributes", None)
+    if isinstance(hidden, list):
+        hidden.append(_CALL)
+        patches.add(partial(hidden.remove, _CALL))
 
 
 def _without_wrappers(original: Callable[..., Any]) -> Callable[..., Any]:

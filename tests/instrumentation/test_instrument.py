@@ -631,6 +631,29 @@ def test_a_saved_model_needs_no_resihp(observe):
     assert b"resihp" not in pickle.dumps(loop.model)
 
 
+class Unannotated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_can_be_scripted(observe, wrapped):
+    ignored = list(torch.jit._recursive.ignored_attributes)
+    loop = observe(Unannotated())
+    loop.step()
+    x = torch.ones(2, 3, 4)
+    scripted = torch.jit.script(torch.nn.Sequential(loop.model) if wrapped else loop.model)
+    assert torch.equal(scripted(x), loop.model(x))
+    loop.monitor.remove()
+    assert torch.jit._recursive.ignored_attributes == ignored
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_monitors_may_be_removed_in_any_order(observe, order):
     owners = [
