@@ -88,6 +88,8 @@ def features(work: Work) -> Features:
         return work
     if isinstance(work, Snapshot):
         work = _lengths(work.form, np.asarray(work.values)) * work.times
+    elif any(type(length) is not int for length in work):
+        work = tuple(map(_number, work))
     if not work:
         return Features(0, 0, 0, 0)
     tokens = sum(work)
@@ -139,6 +141,12 @@ def _reduced_attention(attends: Any) -> Any:
         return codes.sum(-1)
     codes[:, 1:] *= attends.diagonal(-1, -2, -1) + 1
     return codes
+
+
+def _number(length: Any) -> Any:
+    """Return an element of an array or tensor as a number of Python, whose square is exact."""
+    item = getattr(length, "item", None)
+    return length if item is None else item()
 
 
 def _lengths(form: Form, values: NDArray[Any]) -> tuple[int, ...]:

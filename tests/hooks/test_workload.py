@@ -43,6 +43,13 @@ def kinds(array):
     yield torch.from_numpy(array)
 
 
+@pytest.mark.parametrize("integer", [np.int16, np.int32, np.int64])
+def test_lists_of_elements_of_arrays(integer):
+    lengths = [131_072, 65_536, 0] if integer is not np.int16 else [300, 200, 0]
+    for array in kinds(np.array(lengths, integer)):
+        assert features(snapshot(list(array), None, None)) == expected(lengths[:2])
+
+
 @settings(deadline=None, max_examples=50)
 @given(lengths=st.lists(st.integers(0, 10_000), max_size=30))
 def test_lengths_and_their_cumulative_sum(lengths):
