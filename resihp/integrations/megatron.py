@@ -77,8 +77,9 @@ def _instrument(
     for number, chunk in enumerate(chunks):
         work = partial(_work, argument_names(chunk), lengths)
         calls = _ChunkCalls(number, passes, work, timers.install)
-        patches.add(chunk.register_forward_hook(calls.after).remove)
-        handle = chunk.register_forward_pre_hook(calls.before, prepend=True, with_kwargs=True)
+        patches.add(chunk.register_forward_hook(_Hook(calls.after)).remove)
+        before = _Hook(calls.before)
+        handle = chunk.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         patches.add(handle.remove)
     return monitor
 
@@ -115,6 +116,9 @@ class MonitorTimers:
     def __getattr__(self, name: str) -> Any:
         """Return what the inner timers have besides, as `log` and `write`."""
         return getattr(self.__dict__.get("inner"), name)
+
+    def __reduce__(self) -> Any:
+        return _same, (self.inner,)
 
     def install(self) -> bool:
         """Become the timers of the configuration; return False if they are already.
@@ -287,8 +291,26 @@ class _ChunkCalls:
                 self._gradients.expect(backward_under_way())
 
 
-def _nothing() -> None:
+class _Hook:
+    """A hook of a chunk that does nothing in copies and pickles of it."""
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> None:
+        self._call(*given)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
     """Event without a meaning here."""
+
+
+def _same(timers: Any) -> Any:
+    """Return the timers of a configuration that is copied."""
+    return timers
 
 
 def _config_of(model: Any) -> Any:

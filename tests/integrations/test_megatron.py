@@ -301,6 +301,28 @@ def test_passes_of_interleaved_chunks_are_told_apart(sidecar: InProcessSidecar) 
     ]
 
 
+def test_copies_of_a_model_are_not_observed(
+    schedule: Callable[..., None], model: Any, sidecar: InProcessSidecar
+) -> None:
+    import copy
+
+    import torch
+
+    from resihp.integrations.megatron import observe
+
+    own = model.config.timers
+    with observe(model, client=sidecar, heartbeat_s=0.0) as training:
+        schedule()
+        twin = copy.deepcopy(copy.deepcopy(model))
+        assert type(twin.config.timers) is type(own)
+        assert twin.config.timers.calls == own.calls
+        twin(torch.ones(2, 5, dtype=torch.long)).sum().backward()
+        schedule()
+    assert sidecar.passes() == passes(2, updates=False)
+    assert training.monitor is not None
+    assert training.monitor.stats.failures == 0
+
+
 def test_a_transfer_that_raised_hides_no_later_pass(
     schedule: Callable[..., None], model: Any, sidecar: InProcessSidecar
 ) -> None:
