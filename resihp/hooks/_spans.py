@@ -162,10 +162,14 @@ class Span(TimedBlock):
         """End without a record, and with this the blocks inside it that nobody has ended. One that
         ends after a block around it ends nothing but itself."""
         recording = self._recording
-        span = recording.open
-        while span is not None and span is not self:
+        if recording.open is self:
+            recording.open = self._outer
+            return
+        span, seen = recording.open, {self}
+        while span is not None and span not in seen:
+            seen.add(span)
             span = span._outer
-        if span is self:
+        if span is not None:  # this one, or one that was entered twice
             recording.open = self._outer
 
     def leave_if_open(self) -> None:

@@ -264,6 +264,18 @@ def test_a_block_ends_those_inside_it(monitor, sidecar):
     assert len(sidecar.records) == 1
 
 
+def test_a_step_ends_blocks_that_were_entered_twice(monitor, sidecar):
+    with monitor.step():
+        outer = monitor.forward().start()
+        inner = monitor.backward().start()
+        outer.start()
+        inner.start()
+    assert monitor._recording.open is None
+    with monitor.step(), monitor.forward():
+        inner.stop()
+    assert monitor._recording.open is None
+
+
 def test_record_takes_what_an_engine_timed_itself(monitor, sidecar):
     monitor.record(
         op=Op.FORWARD, step=9, microbatch=2, compute_ms=1.5, wait_ms=None, tokens=8, sequences=2,
