@@ -92,9 +92,10 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
         if self._is_of(trainer):
             self._trainer = ref(trainer)
 
-    def _abort(self, trainer: Any, error: BaseException) -> None:
-        """Leave the model as it was, and report the error that ends this rank."""
-        if self._is_of(trainer):
+    def _leave(self, trainer: Any, error: BaseException | None) -> None:
+        """Leave the model as it was at the end of `train`, also where the trainer has removed this
+        callback meanwhile, and report the error that ends this rank."""
+        if self._trainer() is trainer or self._is_of(trainer):
             try:
                 self._remove()
             finally:
@@ -196,10 +197,12 @@ def _telling(callback: ref[ResiHPCallback]) -> Callable[..., Any]:
         def train_observed(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             tell(ResiHPCallback._meet, trainer)
             try:
-                return train(trainer, *args, **kwargs)
+                result = train(trainer, *args, **kwargs)
             except BaseException as error:
-                tell(ResiHPCallback._abort, trainer, error)
+                tell(ResiHPCallback._leave, trainer, error)
                 raise
+            tell(ResiHPCallback._leave, trainer, None)
+            return result
 
         return train_observed
 

@@ -211,6 +211,28 @@ def test_an_error_of_the_users_is_reported_and_the_model_is_left_as_it_was(
     assert callback.monitor.stats.failures == 0
 
 
+def test_a_callback_that_is_removed_amid_training_ends_with_it(
+    trainer_of: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    from transformers import Trainer, TrainerCallback
+
+    from resihp.integrations.transformers import ResiHPCallback
+
+    callback = ResiHPCallback(client=sidecar)
+
+    class Removes(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                trainer.remove_callback(callback)
+
+    log = Trainer.log
+    trainer = trainer_of(callback, Removes())
+    trainer.train()
+    assert trainer.model._compiled_call_impl is None
+    assert Trainer.log is log
+    assert sidecar.heartbeats[-1].left
+
+
 def test_a_callback_that_nobody_holds_leaves_the_trainer_as_it_was(
     sidecar: InProcessSidecar,
 ) -> None:
