@@ -10,6 +10,8 @@ from math import nan
 from threading import get_ident, get_native_id
 from typing import Any, Self
 
+from resihp.contracts import ContractError
+
 from ._clocks import CudaClock, running_cuda
 from ._record import Record, RecordFields
 from ._stats import FailureLog
@@ -101,10 +103,11 @@ class Recording:
 class TimedBlock:
     """A `with` block that may also be entered by `start` and left by `stop`, as callbacks do.
 
-    A block whose code raised is left by `cancel` instead, and makes no record.
+    A block whose code raised is left by `cancel` instead, and makes no record. `stop` and `cancel`
+    of a block that is not started, or has ended, do nothing: callbacks come in odd orders.
     """
 
-    __slots__ = ()
+    __slots__ = ("_is_started",)
 
     def __enter__(self) -> Any:
         raise NotImplementedError
@@ -114,16 +117,25 @@ class TimedBlock:
 
     def start(self) -> Self:
         """Enter the block; return it."""
+        self._is_started = True
         self.__enter__()
         return self
 
     def stop(self) -> None:
         """Leave the block."""
-        self.__exit__(None, None, None)
+        if self._ends():
+            self.__exit__(None, None, None)
 
     def cancel(self) -> None:
         """Leave the block without a record, as by an exception."""
-        self.__exit__(Exception, None, None)
+        if self._ends():
+            self.__exit__(Exception, None, None)
+
+    def _ends(self) -> bool:
+        """Return whether the block was entered by `start`, and count it as left."""
+        is_started = getattr(self, "_is_started", False)
+        self._is_started = False
+        return is_started
 
 
 class Span(TimedBlock):
@@ -157,6 +169,14 @@ class Span(TimedBlock):
         self.peer = peer
         self.work = work
         self.waiting = False
+
+    def start(self) -> Self:
+        """Enter the block, once: the buffer may still hold it when it has ended."""
+        if not hasattr(self, "_is_started"):
+            return super().start()
+        error = ContractError("block", "was started before; each pass needs one of its own")
+        self._recording.failures.add("a timed block", error)
+        return self
 
     def leave(self) -> None:
         """End without a record, and with this the blocks inside it that nobody has ended. One that

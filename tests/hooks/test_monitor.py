@@ -253,6 +253,34 @@ def test_blocks_that_end_in_another_order_leave_none_open(monitor, sidecar, hand
     assert records.wait_ms.tolist()[2] == 4
 
 
+def test_ends_of_blocks_that_are_not_open_do_nothing(monitor, sidecar, hands):
+    monitor.forward().stop()
+    monitor.step().cancel()
+    monitor.waiting().stop()
+    with monitor.step():
+        for block in (monitor.forward(), monitor.collective()):
+            block.start()
+            hands.pass_ms(2)
+            block.stop()
+            hands.pass_ms(1)
+            block.stop()
+            block.cancel()
+    monitor.close()
+    assert sidecar.records.compute_ms.tolist() == [2, 2]
+    assert monitor.stats.failures == 0
+
+
+def test_a_block_that_is_started_again_counts_as_a_failure(monitor, sidecar, hands):
+    block = monitor.forward()
+    for ms in (2, 3):
+        block.start()
+        hands.pass_ms(ms)
+        block.stop()
+    monitor.close()
+    assert sidecar.records.compute_ms.tolist() == [2]
+    assert monitor.stats.failures == 1
+
+
 def test_a_block_ends_those_inside_it(monitor, sidecar):
     with monitor.step():
         with monitor.forward():
