@@ -147,7 +147,7 @@ class LazyTensor:
         if made.dtype != self.dtype or made.numel() != (stop - start) // size:
             wanted = f"{(stop - start) // size} elements of {self.dtype}"
             raise ContractError("LazyTensor.read", f"made {made.numel()} of {made.dtype}: {wanted}")
-        return made.detach().contiguous().view(-1).view(torch.uint8)
+        return flat_bytes(made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +160,13 @@ class LazyObject:
     """
 
     make: Callable[[], object]
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """View the data of a tensor as bytes; a copy if it is not contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    row = plain.as_strided((plain.numel(),), (1,))  # one element may have any stride
+    return row.view(torch.uint8)
 
 
 TensorSource: TypeAlias = Tensor | LazyTensor

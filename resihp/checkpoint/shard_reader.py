@@ -17,8 +17,8 @@ from torch import Tensor
 from resihp.contracts import CheckpointDamagedError
 
 from .format.index import CHUNK_BYTES, FileIndex, IndexEntry
-from .format.shard_file import flat_bytes
 from .levels.level import CheckpointReader
+from .providers import flat_bytes
 from .staging.host_buffer import HostBuffer
 from .state_dict import Box, TensorEntry, overlap
 

@@ -203,12 +203,14 @@ def test_tensors_with_gaps_and_of_all_kinds_come_back(tmp_path: Path) -> None:
         "every second": wide[:, ::2],
         "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "conjugate": torch.tensor([1 + 2j]).conj(),
+        "one element": wide[1:2, 0, 0],  # its stride is not 1
         "bits": torch.tensor([True, False]),
     }
     with Checkpointer([LocalDisk(tmp_path)]) as saver:
         saver.save(0, state)
         saver.wait()
         into = {key: torch.zeros_like(value) for key, value in state.items()}
+        into["one element"] = torch.zeros_like(wide)[1:2, 0, 0]
         saver.restore(into)
     for key, value in state.items():
         assert torch.equal(into[key], value), key

@@ -95,6 +95,18 @@ def test_torch_reads_a_converted_tensor(tmp_path: Path) -> None:
     assert torch.equal(into["w"], master.half())
 
 
+@pytest.mark.parametrize(
+    "view", [torch.arange(6.0).view(2, 3)[1:2, 0], torch.tensor([1 + 2j, 3]).conj()]
+)
+def test_a_view_is_converted_to_the_dtype_that_it_has(tmp_path: Path, view: Tensor) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.save(0, {"w": LazyTensor.converted(view, view.dtype)})
+        saver.wait()
+        into = {"w": torch.zeros_like(view)}
+        saver.restore(into)
+    assert torch.equal(into["w"], view)
+
+
 def counting(pieces: list[int]) -> Callable[[int, int], Tensor]:
     def read(start: int, stop: int) -> Tensor:
         pieces.append(stop - start)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..providers import LazyTensor, TensorSource
+from ..providers import LazyTensor, TensorSource, flat_bytes
 from ..state_dict import Path, TensorEntry
 from .archive import ALIGN, ArchiveFrame, frame
 from .checksum import ROW_BYTES
@@ -140,12 +140,6 @@ class SourceBytes:
         if segment.tensor != self._held:
             self._held, self._flat = segment.tensor, flat_bytes(source)
         return self._flat[segment.start : segment.stop]
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """View the data of a tensor as bytes; a copy if it is not contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def encode_object(value: object) -> memoryview:
