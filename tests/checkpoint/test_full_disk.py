@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -47,8 +48,9 @@ class SmallDisk:
                 self.f_bavail, self.f_frsize = nbytes, 1
 
         def statvfs(path: Path) -> object:
+            real = real_free(path)
             if not Path(path).is_relative_to(folder):
-                return real_free(path)
+                return real
             return Free(max(0, self.room - occupied(folder)))
 
         monkeypatch.setattr(os, "pwritev", pwritev)
@@ -130,6 +132,18 @@ def test_a_restarted_job_finds_room_and_names_the_newest_of_the_former_run(
         train(saver, range(2, 4))
     assert newest(disk) == 3
     assert "newest there: step 1" in caplog.text
+
+
+def test_a_full_disk_whose_folder_is_deleted_is_written_again(small: SmallDisk) -> None:
+    disk = LocalDisk(small.folder / "run", keep=3)
+    with Checkpointer([disk]) as saver:
+        train(saver, range(2))
+        small.room = int(2.5 * NBYTES)
+        train(saver, range(2, 3))
+        shutil.rmtree(disk.folder)  # somebody makes room
+        train(saver, range(3, 5))
+        assert saver.counters.levels[disk.name].failed == 1, "when the disk was full"
+    assert disk.steps() == [3, 4]
 
 
 TMPFS_JOB = """

@@ -88,6 +88,8 @@ class LocalDisk(CheckpointFolder):
         Nodes are at most one checkpoint apart: where there are several, the last but one stays
         until all ranks are known to put this one, and thus to have the one before.
         """
+        if self._fits and not self.folder.exists():
+            self._fits = 0
         if self._fits and _free_bytes(self.folder) >= self._enough_bytes:
             self._fits = 0
         if not self._fits:
