@@ -202,6 +202,17 @@ def test_shared_storage_of_any_kind(tmp_path: Path) -> None:
         fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
+def test_two_disks_before_shared_storage_leave_no_file_open(tmp_path: Path) -> None:
+    disks = [LocalDisk(tmp_path / name, keep=1) for name in ("memory", "disk")]
+    shared = SharedStorage(f"file://{tmp_path}/shared", keep=1)
+    with Checkpointer([*disks, shared]) as saver:
+        train(saver, range(4))
+        assert all(level.saved == 4 for level in saver.counters.levels.values())
+        held = [os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if fd.is_symlink()]
+        assert not [path for path in held if path.startswith(str(tmp_path))]
+    assert_stamped(back_from(shared)[1], 3)
+
+
 def test_a_disk_that_hangs_delays_nobody_else(tmp_path: Path) -> None:
     going, entered = threading.Event(), threading.Event()
 

@@ -64,8 +64,7 @@ class LocalDisk(CheckpointFolder):
             self._reuse(target)
             _create(target)
             write_file(checkpoint, target, self.name)
-            if checkpoint.uploads:
-                checkpoint.stored = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+            checkpoint.hold_stored(target)
             if self._ranks:
                 checkpoint.await_agreement(self.name)
             self._publish(part, replace(checkpoint.index(), beside=self._ranks))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from threading import Condition, Event, Lock
 
 from torch import Tensor
@@ -284,6 +285,12 @@ class InFlightCheckpoint:
         block = self.blocks.pop(chunk, None)
         if block is not None:
             self.cache.put_back(block)
+
+    def hold_stored(self, path: Path) -> None:
+        """Open a disk level's file for the levels that read it; one does if there are several."""
+        with self.changed:
+            if self.uploads and self.stored is None:
+                self.stored = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def uploaded(self) -> None:
         """Close the disk level's file once the last level that reads it has ended."""
