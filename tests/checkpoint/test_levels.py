@@ -202,6 +202,23 @@ def test_shared_storage_of_any_kind(tmp_path: Path) -> None:
         fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
+@pytest.mark.parametrize("scheme", ["memory://", "file://"])
+def test_a_url_with_wildcards_is_a_name(tmp_path: Path, scheme: str) -> None:
+    state, root = stamped(0), f"{scheme}{tmp_path}"
+    levels = [SharedStorage(f"{root}/{name}", keep=1) for name in ("run1", "run[12]", "run?")]
+    try:
+        for level in levels:
+            with Checkpointer([level]) as saver:
+                for step in range(3):
+                    saver.save(step, state)
+                    assert saver.wait(300)
+        for level in levels:
+            assert level.steps() == [2]
+            assert level._names(level._root) == {"step-000000002"}
+    finally:
+        fsspec.filesystem("memory").store.clear()
+
+
 def test_two_disks_before_shared_storage_leave_no_file_open(tmp_path: Path) -> None:
     disks = [LocalDisk(tmp_path / name, keep=1) for name in ("memory", "disk")]
     shared = SharedStorage(f"file://{tmp_path}/shared", keep=1)

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from glob import has_magic
 from typing import IO, Any
 
 import fsspec
@@ -171,6 +172,17 @@ class SharedStorage(Level):
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(f"{folder}/{name}")
 
+    def _delete_folder(self, folder: str) -> None:
+        """Delete a step; file by file where fsspec would read its name as a pattern."""
+        self._delete(folder, [METADATA])
+        with contextlib.suppress(FileNotFoundError):
+            if not has_magic(folder):
+                self._fs.rm(folder, recursive=True)
+                return
+            for path in self._fs.find(folder):
+                self._fs.rm_file(path)
+            self._fs.rmdir(folder)
+
     def _folders(self) -> Iterator[tuple[int, bool]]:
         """Yield the step of each folder, and whether it is complete."""
         for name in sorted(self._names(self._root)):
@@ -185,10 +197,7 @@ class SharedStorage(Level):
         oldest = min({one.step for one in found} - dropped | {published})
         for step, is_whole in list(self._folders()):
             if step in dropped or (not is_whole and step < oldest):
-                folder = self._folder(step)
-                self._delete(folder, [METADATA])
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm(folder, recursive=True)
+                self._delete_folder(self._folder(step))
 
 
 class SharedStorageReader(CheckpointReader):
