@@ -31,6 +31,7 @@ _WITHOUT_MEANING = {
     "--role": "there is one role",
     "--signals-to-handle": "SIGTERM, SIGUSR1 and SIGUSR2 are notices that the node is taken away",
 }
+_FLAGS = ("--standalone", "--reads-plan", "--module", "--no-python")
 DEFAULT_PORT = 29500
 NO_RUN = "none"
 """Identity of a job that was given none, as torchrun's."""
@@ -173,6 +174,8 @@ class Options:
             if getattr(given, _name(option)) is not None:
                 _log.info("%s has no meaning here: %s", option, reason)
         try:
+            for flag in _FLAGS:
+                setattr(given, _name(flag), _is_set(flag, getattr(given, _name(flag))))
             _place(given)
             return _options(given)
         except ValueError as error:
@@ -328,6 +331,11 @@ def _number(name: str, given: Any, *, least: int) -> int:
     return number
 
 
+def _is_set(name: str, given: Any) -> bool:
+    """Return whether a flag is given: on the command line, or as a number other than 0."""
+    return given is True or _number(f"PET_{_name(name).upper()}", given or 0, least=0) > 0
+
+
 def _seconds(name: str, given: Any) -> float:
     try:
         seconds = float(given)
@@ -355,8 +363,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(option: str, *short: str, default: Any = None, **settings: Any) -> None:
         name = _name(option)
         spellings = dict.fromkeys((*short, option, f"--{name}"))
-        if settings.get("action") != "store_true":
-            default = os.environ.get(f"PET_{name.upper()}", default)
+        default = os.environ.get(f"PET_{name.upper()}", default)
         parser.add_argument(*spellings, dest=name, default=default, **settings)
 
     add(

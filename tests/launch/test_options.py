@@ -75,6 +75,10 @@ def test_defaults_stand_in_variables_of_operators(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     assert parsed("t.py").processes == 3
     assert parsed("--nproc-per-node 2 t.py").processes == 2
+    monkeypatch.setenv("PET_NO_PYTHON", "1")
+    monkeypatch.setenv("PET_STANDALONE", "0")
+    assert parsed("--rdzv-endpoint host:2000 t.py").command.kind == "program"
+    assert parsed("--rdzv-endpoint host:2000 t.py").port == 2000
 
 
 def test_notices_and_plans() -> None:
