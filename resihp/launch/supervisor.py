@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SIGTERM for another notice; 2 if there is no such script; otherwise the status of the first rank
     that failed, with its last lines on stderr.
     """
+    _open_closed_streams()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     options = Options.parse(arguments)
     if options.command.refusal is not None:
@@ -85,6 +88,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             supervisor.close()
             if plans is not None:
                 plans.close()
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null in place of streams that the caller has closed, as `resihp run ... >&-` does:
+    pipes and sockets would take their numbers, and ranks write into them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _interrupt_by(*signals: signal.Signals) -> None:

@@ -56,6 +56,30 @@ def test_torchrun_starts_a_script() -> None:
         assert f"rank {rank} completed {STEPS} in 2 replicas" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("closed", [(0, 1, 2), (1,), (2,)])
+def test_streams_that_are_closed_are_in_nobodys_way(
+    tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "for stream in (sys.stdout, sys.stderr):\n"
+        "    print('words' * 100_000, file=stream, flush=True)\n"
+        "sys.exit(7)\n"
+    )
+    shell = " ".join(["exec", '"$@"', *(f"{number}>&-" for number in closed)])
+    launcher = (sys.executable, "-m", *OURS, "--max-restarts=0", str(tmp_path / "script.py"))
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", *launcher],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    for number, told in ((1, done.stdout), (2, done.stderr)):
+        assert (b"words" in told) is (number not in closed)
+
+
 def test_our_launcher_keeps_a_job_alive_that_loses_a_rank(tmp_path: Path) -> None:
     done = launched(tmp_path, "--nproc-per-node=4", SCRIPT, str(STEPS), "3")
     assert done.returncode == 0, done.stderr
