@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import threading
 import time
@@ -139,9 +140,9 @@ class PreemptionNotice:
             return None
         try:
             text, written_s = self._file.read_text(errors="replace"), self._file.stat().st_mtime
-        except FileNotFoundError:
-            return None
         except OSError:
+            if not os.path.exists(self._file):
+                return None
             return f"found {self._file}", self._window_s
         line = _first_line(text)
         left_s = self._left_s(text, written_s)

@@ -220,6 +220,19 @@ def test_a_file_is_a_notice_even_if_it_is_empty(tmp_path: Path) -> None:
     assert notice.why == f"found {tmp_path / 'notice'}"
 
 
+def test_a_file_that_cannot_be_seen_is_no_notice(tmp_path: Path) -> None:
+    """As on a network file system that fails for a moment."""
+    (tmp_path / "no folder").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / "no folder" / "notice", tmp_path / "loop" / "notice"):
+        notice = PreemptionNotice(path)
+        notice.look()
+        assert notice.why is None
+    notice = PreemptionNotice(tmp_path)  # exists, and cannot be read
+    notice.look()
+    assert notice.why == f"found {tmp_path}"
+
+
 def test_the_first_of_several_notices_counts(tmp_path: Path) -> None:
     (tmp_path / "notice").write_text("maintenance\n")
     notice = PreemptionNotice(tmp_path / "notice")
