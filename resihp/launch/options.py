@@ -36,6 +36,7 @@ DEFAULT_PORT = 29500
 NO_RUN = "none"
 """Identity of a job that was given none, as torchrun's."""
 _HIGHEST_PORT = 65535
+_MOST_SECONDS = 1e9  # time-outs that follow from these are still ones that Python can wait for
 _REDIS_PORT = 6379
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -251,7 +252,7 @@ def _options(given: argparse.Namespace) -> Options:
         store_url=store_url,
         run=given.rdzv_id or NO_RUN,
         max_restarts=None if restarts is None else _number("--max-restarts", restarts, least=0),
-        joins=tuple(_number("--join", rank, least=0) for rank in _parts(given.join)),
+        joins=_joins(given.join),
         heartbeat=timedelta(seconds=_seconds("--heartbeat", given.heartbeat)),
         shutdown_s=_seconds("--shutdown-timeout", given.shutdown_timeout),
         reads_plans=given.reads_plan,
@@ -288,6 +289,14 @@ def _output(given: argparse.Namespace) -> Output:
         if shown
         else None,
     )
+
+
+def _joins(given: str | None) -> tuple[int, ...]:
+    """Ranks that join; a variable that is empty by mistake must not start a job of its own."""
+    ranks = tuple(_number("--join", rank, least=0) for rank in _parts(given))
+    if given is not None and (not ranks or len(set(ranks)) < len(ranks)):
+        raise ValueError(f"--join {given} must name ranks, each once")
+    return ranks
 
 
 def _streams(given: str | None) -> dict[int | None, int] | None:
@@ -341,7 +350,7 @@ def _seconds(name: str, given: Any) -> float:
         seconds = float(given)
     except ValueError:
         seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
+    if not 0.0 < seconds <= _MOST_SECONDS:
         raise ValueError(f"{name} must be a number of seconds above 0, not {given!r}")
     return seconds
 
