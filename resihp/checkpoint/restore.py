@@ -260,7 +260,8 @@ def _absent_tensors(
     made: dict[str, TensorEntry] = {}
     for _, entry in entries:
         if entry.dtype is not None and entry.key not in known and _is_owned(into, entry.path):
-            tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            dtype = getattr(torch, entry.dtype)
+            tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
             zeros = (0,) * len(entry.shape)
             made.setdefault(
                 entry.key, TensorEntry(entry.key, entry.path, entry.shape, zeros, tensor)

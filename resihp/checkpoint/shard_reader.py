@@ -73,7 +73,7 @@ def read_tensors(
 
 def read_object(reader: CheckpointReader, index: FileIndex, entry: IndexEntry) -> object:
     """Read a value that is not a tensor. Like torch's reader, it unpickles: trust is required."""
-    content = torch.empty(entry.length, dtype=torch.uint8)
+    content = torch.empty(entry.length, dtype=torch.uint8, device="cpu")
     _ChunkReader(reader).copy(index, entry.start, content)
     return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=False)
 
@@ -185,7 +185,7 @@ def _read(chunks: _ChunkReader, job: _ReadJob) -> None:
     if is_dense and is_plain and goal.dtype == dtype:
         chunks.copy(job.index, job.start, flat_bytes(goal))
         return
-    content = torch.empty(job.stop - job.start, dtype=torch.uint8)
+    content = torch.empty(job.stop - job.start, dtype=torch.uint8, device="cpu")
     chunks.copy(job.index, job.start, content)
     typed = content.view(dtype).as_strided(job.shared[1], _strides(job.entry.sizes))
     goal.copy_(typed)

@@ -88,7 +88,8 @@ class TensorEntry:
 
     def materialized(self) -> TensorEntry:
         """Return the entry with new memory on the host in place of a lazy tensor."""
-        memory = torch.empty(tuple(self.source.shape), dtype=self.source.dtype)
+        shape, dtype = tuple(self.source.shape), self.source.dtype
+        memory = torch.empty(shape, dtype=dtype, device="cpu")
         return replace(self, source=memory)
 
 

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 
-from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, LocalDisk
+from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, LazyTensor, LocalDisk
 from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging.copier import write_order
 from tests.checkpoint.helpers import (
@@ -23,6 +24,7 @@ from tests.checkpoint.helpers import (
     SlowDisk,
     assert_stamped,
     back_from,
+    load_by_torch,
     room_for,
     stamp,
     stamped,
@@ -214,6 +216,36 @@ def test_tensors_with_gaps_and_of_all_kinds_come_back(tmp_path: Path) -> None:
         saver.restore(into)
     for key, value in state.items():
         assert torch.equal(into[key], value), key
+
+
+def test_a_default_device_is_that_of_the_model_alone(tmp_path: Path) -> None:
+    def state_of(weight: float) -> dict[str, Any]:
+        model = torch.nn.Linear(3, 2)
+        torch.nn.init.constant_(model.weight, weight)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "list": [weight]}
+
+    state, into = state_of(3.0), state_of(0.0)
+    state["model"](torch.ones(1, 3)).sum().backward()
+    state["optimizer"].step()
+    gaps, ones = torch.zeros(2, 4).t(), torch.ones(2, 4).t()
+    lazy = LazyTensor.converted(torch.ones(5), torch.float64)
+    with torch.device("meta"), Checkpointer([LocalDisk(tmp_path)]) as saver:
+        assert saver.save(0, {**state, "gaps": ones, "lazy": lazy})
+        assert saver.wait(300)
+        into |= {"gaps": gaps, "lazy": lazy}
+        assert saver.restore(into).step == 0
+    model, optimizer = into["model"], into["optimizer"]
+    assert torch.equal(model.weight, state["model"].weight)
+    assert into["list"] == [3.0]
+    assert torch.equal(gaps, ones)
+    assert torch.equal(into["lazy"], torch.ones(5, dtype=torch.float64))
+    assert torch.equal(
+        optimizer.state[model.weight]["exp_avg"],
+        state["optimizer"].state[state["model"].weight]["exp_avg"],
+    )
+    by_torch = {"model": torch.nn.Linear(3, 2).state_dict()}
+    load_by_torch(tmp_path / "step-000000000", by_torch)
+    assert torch.equal(by_torch["model"]["weight"], state["model"].weight)
 
 
 @pytest.mark.parametrize("view", [torch.conj, torch._neg_view])

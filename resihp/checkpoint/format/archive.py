@@ -91,7 +91,7 @@ class _Shaped:
     """Placeholder that pickles like a contiguous tensor of a dtype and shape."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self._like, self._shape = torch.empty(0, dtype=dtype), shape
+        self._like, self._shape = torch.empty(0, dtype=dtype, device="cpu"), shape
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, tuple[object, ...]]:
         rebuild, (storage, _, _, _, *rest) = self._like.__reduce_ex__(2)[:2]
@@ -102,7 +102,8 @@ class _Shaped:
 def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     file = io.BytesIO()
     numel = torch.Size(shape).numel()
-    typed = isinstance(torch.empty(0, dtype=dtype).__reduce_ex__(2)[1][0], torch.TypedStorage)
+    like = torch.empty(0, dtype=dtype, device="cpu")
+    typed = isinstance(like.__reduce_ex__(2)[1][0], torch.TypedStorage)
     _TensorPickler(file, numel if typed else numel * dtype.itemsize).dump(_Shaped(dtype, shape))
     return file.getvalue()
 
