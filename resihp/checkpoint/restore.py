@@ -31,6 +31,7 @@ from .state_dict import (
     State,
     TensorEntry,
     collect,
+    empty_on_host,
     extra_entry,
     opened,
     step_to,
@@ -260,8 +261,7 @@ def _absent_tensors(
     made: dict[str, TensorEntry] = {}
     for _, entry in entries:
         if entry.dtype is not None and entry.key not in known and _is_owned(into, entry.path):
-            dtype = getattr(torch, entry.dtype)
-            tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
+            tensor = empty_on_host(entry.shape, getattr(torch, entry.dtype))
             zeros = (0,) * len(entry.shape)
             made.setdefault(
                 entry.key, TensorEntry(entry.key, entry.path, entry.shape, zeros, tensor)

@@ -75,7 +75,8 @@ def read_object(reader: CheckpointReader, index: FileIndex, entry: IndexEntry) -
     """Read a value that is not a tensor. Like torch's reader, it unpickles: trust is required."""
     content = torch.empty(entry.length, dtype=torch.uint8, device="cpu")
     _ChunkReader(reader).copy(index, entry.start, content)
-    return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=False)
+    with torch.inference_mode(False):  # as in `empty_on_host`
+        return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=False)
 
 
 class _ChunkReader:

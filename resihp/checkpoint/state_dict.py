@@ -88,9 +88,7 @@ class TensorEntry:
 
     def materialized(self) -> TensorEntry:
         """Return the entry with new memory on the host in place of a lazy tensor."""
-        shape, dtype = tuple(self.source.shape), self.source.dtype
-        memory = torch.empty(shape, dtype=dtype, device="cpu")
-        return replace(self, source=memory)
+        return replace(self, source=empty_on_host(self.source.shape, self.source.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +98,13 @@ class ObjectEntry:
     key: str
     path: Path
     value: object
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Create a tensor for a restored value, whatever the caller's default device and mode: what is
+    restored during an evaluation in inference mode is trained later."""
+    with torch.inference_mode(False):
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def extra_entry(extra: Mapping[str, object], rank: int) -> ObjectEntry:

@@ -248,6 +248,35 @@ def test_a_default_device_is_that_of_the_model_alone(tmp_path: Path) -> None:
     assert torch.equal(by_torch["model"]["weight"], state["model"].weight)
 
 
+def test_an_evaluation_in_inference_mode_may_save_and_restore(tmp_path: Path) -> None:
+    model, again = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
+    optimizer, new = torch.optim.Adam(model.parameters()), torch.optim.Adam(again.parameters())
+    state, levels = {"model": model, "optimizer": optimizer}, [HostMemory(), LocalDisk(tmp_path)]
+
+    def train(of: torch.nn.Module, by: torch.optim.Optimizer) -> None:
+        of(torch.ones(1, 300)).sum().backward()
+        by.step()
+
+    with Checkpointer(levels) as saver:
+        saver.attach(optimizer)
+        train(model, optimizer)
+        for step in range(4):
+            with torch.inference_mode(step == 0):
+                assert saver.save(step, state, extra={"seen": torch.ones(1)})
+            assert saver.wait(300)
+            train(model, optimizer)
+        assert not saver.counters.failures
+        assert [level.saved for level in saver.counters.levels.values()] == [4, 4]
+    into = {"model": again, "optimizer": new}
+    with torch.inference_mode(), Checkpointer([LocalDisk(tmp_path)]) as saver:
+        restored = saver.restore(into)
+    train(again, new)
+    seen = restored.extra["seen"]
+    assert isinstance(seen, torch.Tensor)
+    assert not seen.is_inference()
+    assert not any(moment.is_inference() for moment in new.state[again.weight].values())
+
+
 @pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
 def test_a_view_whose_memory_differs_from_its_values_is_filled(
     tmp_path: Path, view: Callable[[torch.Tensor], torch.Tensor]

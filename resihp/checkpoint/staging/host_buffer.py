@@ -43,7 +43,8 @@ class HostBuffer:
     def __init__(self, nbytes: int, *, pinned: bool = False, huge: bool = True) -> None:
         memory = _map(nbytes, huge=huge)
         exporter = _pinned(memory) if pinned else memory
-        self.tensor = torch.frombuffer(exporter, dtype=torch.uint8)[:nbytes]
+        with torch.inference_mode(False):  # other threads write into it, and in other modes
+            self.tensor = torch.frombuffer(exporter, dtype=torch.uint8)[:nbytes]
         self.view: memoryview = self.tensor.numpy().data
 
 
