@@ -138,11 +138,13 @@ class PlanningState:
         self.outcome = {"state": "planned", "version": plan.version, **by}
 
     def take_over(self, plan: Plan, lost: Iterable[int]) -> bool:
-        """Activate a plan that the job made by itself; False if it is active already.
+        """Activate a plan that the job made by itself; False if it is active already, or older than
+        the active one: told late, after the job has gone on.
 
         Later plans stay. The job's plan accounts for the lost ranks and for no other device.
         """
-        if self.active_version == plan.version and self.active.digest == plan.digest:
+        is_known = self.active_version == plan.version and self.active.digest == plan.digest
+        if is_known or plan.version < self.active_version:
             return False
         later = {version: known for version, known in self.plans.items() if version > plan.version}
         self.plans, self.active_version, self.acks = {plan.version: plan, **later}, plan.version, {}

@@ -12,7 +12,7 @@ from fakes import fake_adapters
 from resihp.client import Client
 from resihp.contracts import Layout, Plan, Replica, ServiceError, Stage, Status, to_json
 from resihp.contracts.codec import WireFormat, encode
-from service.store.documents import JobMessage, MessageKind
+from service.store.documents import JobMessage, MessageKind, PendingChanges
 from service.worker.planning import Planner
 from service.worker.session import JobSession
 from tests.service.conftest import Http, batch_of, eventually, job_of
@@ -94,6 +94,23 @@ def test_told_twice_it_is_taken_over_once(start):
     other.resume(session.save())
     own(other, without(6, 1), 6)
     assert not other.changes.plans
+
+
+def test_told_late_it_takes_back_no_later_plan(start):
+    """A copy of the request that came after all ranks had taken on the sidecar's next plan."""
+    session = start()
+    own(session, without(6, 1), 6)
+    slow(session, 1, version=1)
+    for rank in session.planning.newest.layout.ranks:
+        answer = {"version": 2, "rank": rank, "state": "applied"}
+        session.apply(JobMessage("70-0", MessageKind.ACK, json.dumps(answer).encode()))
+    before = session.status()
+    assert before["rollout"]["active"] == 2
+    session.changes = PendingChanges()
+    own(session, without(6, 1), 6)
+    assert session.status() == before
+    assert not session.changes.events
+    assert not session.changes.plans
 
 
 def test_refused_for_a_joiner_that_is_gone_the_next_plan_does_without(start):
