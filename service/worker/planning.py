@@ -370,10 +370,11 @@ def speeds_changed(known: Mapping[Any, float], speeds: Mapping[Any, float]) -> b
 def _horizon_steps(state: PlanningState, job: Job, observed_s: float) -> int | None:
     """Expected steps until the next fault, over which a migration has to pay; None if unknown.
 
-    The registered fault rate is updated with the fail-stops of the `observed_s` seconds since.
+    The registered fault rate is updated with the fail-stops of the `observed_s` seconds since. They
+    are below 0 at first: what was sent in the last moments may still be on its way.
     """
     protection = job.protection
     if protection is None or state.step_ms <= 0.0:
         return None
-    rate = protection.faults.seen(state.fail_stops, observed_s)
+    rate = protection.faults.seen(state.fail_stops, max(0.0, observed_s))
     return replace(protection, faults=rate).horizon_steps(state.step_ms / 1e3)

@@ -131,6 +131,18 @@ def test_each_device_that_stops_brings_the_horizon_nearer(sessions):
     assert asked[-1] == asked[-2]
 
 
+def test_a_protected_job_loses_a_rank_before_all_of_its_first_second_is_heard(sessions):
+    """The fault rate counted less than no time, and the failure brought an error in place of a
+    plan."""
+    session = sessions(protection=Protection(faults=FaultRate(3600.0)))
+    session.tick(0.25, 1.0)
+    tell(session, 0, 1)
+    body = json.dumps({"ranks": [6], "step": 1, "detail": "lost"}).encode()
+    session.apply(JobMessage("90-0", MessageKind.FAILURE, body))
+    assert [plan.version for plan in session.changes.plans] == [1]
+    assert "error" not in [kind for kind, _ in session.changes.events]
+
+
 def test_an_account_survives_a_restart(sessions):
     session = sessions(device="dear")
     tell(session, 0, 1, 2, 3, 4, slow=(3,))
