@@ -89,7 +89,7 @@ class AckBody(_Strict):
     state: Literal["applied", "refused"]
     step: Step | None = None
     detail: Detail = ""
-    pause_ms: float | None = None
+    pause_ms: Annotated[float, Field(ge=0, le=MOST_MS)] | None = None
     digest: Annotated[str, Field(max_length=64)] | None = None
 
 

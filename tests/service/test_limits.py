@@ -127,6 +127,8 @@ def test_made_up_methods_make_no_new_series(tmp_path):
         ("failures", {"ranks": [0], "step": 2**62}, "step"),
         ("failures", {"ranks": [0], "reported_by": 2**31}, "reported_by"),
         ("joiners", {"ranks": list(range(131_073))}, "ranks"),
+        ("plan/0/ack", {"rank": 0, "state": "applied", "pause_ms": 1e300}, "pause_ms"),
+        ("plan/0/ack", {"rank": 0, "state": "applied", "pause_ms": -1.0}, "pause_ms"),
     ],
 )
 def test_odd_numbers_are_refused_by_name(http: Http, path, document, field):
