@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -73,8 +74,13 @@ class JobLags:
         return self._delay_s
 
     async def sending_interval_s(self, job: str) -> float | None:
-        """Seconds that a sender should leave between two messages; None for as few as it likes."""
-        (lag_s,) = await self.of(job)
+        """Seconds that a sender should leave between two messages; None for as few as it likes.
+
+        Without an answer of Redis by what is known: the message that asks is stored already.
+        """
+        lag_s = 0.0
+        with contextlib.suppress(redis.RedisError):
+            (lag_s,) = await self.of(job)
         asked_s = (
             sending_interval_s(lag_s, self._slow_down_lag_s),
             sending_interval_s(self._delay_s, _SLOW_DOWN_DELAY_S),

@@ -72,6 +72,14 @@ def test_requests_that_wait_for_a_redis_that_hangs_fail_together():
     assert store.asked == 1
 
 
+def test_a_message_that_is_stored_is_not_refused_because_its_lag_is_not_told(tmp_path: Path):
+    with running(Settings(redis_url=None, data=tmp_path, commit_every_s=0.05)) as http:
+        http.register(job_of())
+        http.app.state.context.lags._store = HangingStore()
+        assert http.send("j", batch_of(0)).status == 202
+        eventually(lambda: http.records("j") == 32)
+
+
 class SlowStore:
     """A store that notes which lags were asked for together."""
 
