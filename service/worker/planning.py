@@ -193,8 +193,10 @@ class PlanningState:
         return version == self.newest.version and any(rank in each.members for each in layouts)
 
     def add_joiners(self, ranks: Iterable[int]) -> None:
-        """Record ranks that are ready to work, whatever their verdicts were before."""
-        outside = set(ranks) - set(self.active.layout.ranks)
+        """Record ranks that are ready to work, whatever their verdicts were before: those outside
+        the active plan, and those that the next one leaves out, whose numbers are used again before
+        all others have answered to it."""
+        outside = set(ranks) - (self.active.layout.members & self.current.layout.members)
         self.joiners = tuple(sorted({*self.joiners, *outside})[:_MOST_RANKS])
 
     def remove_joiners(self, ranks: Iterable[int]) -> None:

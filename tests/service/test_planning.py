@@ -318,6 +318,21 @@ def test_a_joiner_is_planned_with_until_it_works_or_fails(sessions):
     assert asked[-1].get(8) != 1.0
 
 
+def test_a_joiner_with_the_number_of_a_lost_rank_may_come_before_the_last_answer(sessions):
+    """It is announced once, and was forgotten: the rank was still one of the active plan."""
+    session = sessions()
+    tell(session, 0)
+    lost = {"ranks": [6], "step": 1, "detail": "lost"}
+    session.apply(JobMessage("90-0", MessageKind.FAILURE, json.dumps(lost).encode()))
+    joiners = json.dumps({"ranks": [0, 6], "step": 1}).encode()
+    session.apply(JobMessage("91-0", MessageKind.JOINER, joiners))
+    for rank in session.planning.newest.layout.ranks:
+        acknowledge(session, 1, rank, 5.0)
+    assert session.planning.active_version == 1
+    assert session.planning.joiners == (6,)
+    assert session.planning.speeds == {6: 1.0}
+
+
 def test_a_job_that_can_only_be_notified_gets_advice_and_no_plan(sessions):
     session = sessions(actions=("notify",))
     tell(session, 0, 1, 2, slow=(3,))
