@@ -110,7 +110,7 @@ async def put_own(job: str, version: Version, request: Request, ctx: Ctx) -> dic
     """Register a plan that the job made while the sidecar was unavailable and that all ranks work
     under."""
     own = await bodies.read(request, bodies.OwnPlanBody)
-    plan = await bodies.off_loop(request, lambda: plan_from_json(own.plan))
+    plan = await bodies.off_loop(request, lambda: plan_from_json(own.plan, "plan"))
     known = await ctx.store.job(job)
     if plan.version != version:
         raise ContractError("plan.version", f"is {plan.version}, and {version} in the path")

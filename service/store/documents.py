@@ -193,9 +193,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {**to_json(plan), "gap": plan.gap}
 
 
-def plan_from_json(document: dict[str, Any]) -> Plan:
-    """The plan in a document of `plan_json`. Raises `ContractError`."""
-    return from_json(Plan, {name: v for name, v in document.items() if name != "gap"})
+def plan_from_json(document: dict[str, Any], path: str = "") -> Plan:
+    """The plan in a document of `plan_json`, at a path in a larger one. Raises `ContractError`."""
+    return from_json(Plan, {name: v for name, v in document.items() if name != "gap"}, path)
 
 
 def advice_json(advice: Advice) -> dict[str, Any]:

@@ -167,6 +167,21 @@ def test_a_plan_that_is_none_of_this_job_is_refused(http: Http, version, plan, f
     assert (answer.status, answer.json()["errors"][0]["field"]) == (422, field)
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"quotas": [4, "4"]}, "plan.quotas[1]"),
+        ({"layout": {}}, "plan.layout.replicas"),
+        ({"step_ms": -1}, "plan.step_ms"),
+    ],
+)
+def test_what_is_wrong_in_a_plan_is_named_with_its_place_in_the_body(http: Http, changes, field):
+    http.register(job_of("strange"))
+    body = {"plan": to_json(without(6, 1)) | changes}
+    answer = http("PUT", "/v1/jobs/strange/plan/1", body)
+    assert (answer.status, answer.json()["errors"][0]["field"]) == (422, field)
+
+
 def test_of_a_job_that_nobody_knows(http: Http):
     answer = http("PUT", "/v1/jobs/nobody/plan/1", {"plan": to_json(without(6, 1))})
     assert answer.status == 404
