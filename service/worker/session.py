@@ -272,7 +272,8 @@ class JobSession:
     def _failure(self, message: JobMessage) -> None:
         document = message.document()
         self._event("failure", in_short(document))
-        ranks, step, detail = document["ranks"], document["step"], document["detail"]
+        ranks, step = document["ranks"], document["step"]
+        detail = document["detail"] or "reported dead"
         self.planning.forget_joiners()
         self._report(self._detector.report_failure(ranks, step=step, detail=detail))
 
@@ -307,7 +308,8 @@ class JobSession:
         before = self.planning.active
         if not self.planning.take_over(plan, lost):
             return
-        changed = self._detector.report_failure(lost, step=document["step"], detail="")
+        detail = f"the job went on without it, by its own plan {plan.version}"
+        changed = self._detector.report_failure(lost, step=document["step"], detail=detail)
         self._note_faults(changed)
         self._announce(plan)
         self._switch(before)

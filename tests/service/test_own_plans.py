@@ -12,7 +12,9 @@ from fakes import fake_adapters
 from resihp.client import Client
 from resihp.contracts import Layout, Plan, Replica, ServiceError, Stage, Status, to_json
 from resihp.contracts.codec import WireFormat, encode
+from service import Settings
 from service.store.documents import JobMessage, MessageKind, PendingChanges
+from service.worker.adapters import load_adapters
 from service.worker.planning import Planner
 from service.worker.session import JobSession
 from tests.service.conftest import Http, batch_of, eventually, job_of
@@ -111,6 +113,20 @@ def test_told_late_it_takes_back_no_later_plan(start):
     assert session.status() == before
     assert not session.changes.events
     assert not session.changes.plans
+
+
+def test_a_rank_that_stopped_has_evidence_where_none_was_given():
+    adapters = replace(load_adapters(Settings()), executor=fake_adapters().executor)
+    first = Plan(version=0, layout=job_of().layout, quotas=job_of().quotas)
+    planner = Planner(adapters, time_limit_s=5.0)
+    session = JobSession(job_of(), first, adapters, planner)
+    own(session, without(6, 1), 6)
+    failure = b'{"ranks": [3], "step": 4, "detail": ""}'
+    session.apply(JobMessage("61-0", MessageKind.FAILURE, failure))
+    told = [event["verdict"] for kind, event in session.changes.events if kind == "verdict"]
+    assert [verdict["rank"] for verdict in told] == [6, 3]
+    assert all(sentence for verdict in told for sentence in verdict["evidence"])
+    planner.close()
 
 
 def test_refused_for_a_joiner_that_is_gone_the_next_plan_does_without(start):
