@@ -57,7 +57,7 @@ class HeartbeatPosition(_Strict):
     op: Annotated[int, Field(ge=min(Op), le=max(Op))] | None = None
     waiting: bool = False
     passes: Count = 0
-    for_s: Annotated[float, Field(ge=0)] = 0.0
+    for_s: Annotated[float, Field(ge=0, le=MOST_MS / 1e3)] = 0.0
 
 
 class HeartbeatBody(_Strict):

@@ -123,6 +123,7 @@ def test_made_up_methods_make_no_new_series(tmp_path):
         ("telemetry", {"columns": {"wait_ms": [1e300]}}, "wait_ms"),
         ("heartbeats", {"ranks": [0], "step": 2**62}, "step"),
         ("heartbeats", {"ranks": [0], "position": {"step": 2**62}}, "position.step"),
+        ("heartbeats", {"ranks": [0], "position": {"step": 0, "for_s": 1e300}}, "position.for_s"),
         ("heartbeats", {"ranks": list(range(131_073))}, "ranks"),
         ("failures", {"ranks": [0], "step": 2**62}, "step"),
         ("failures", {"ranks": [0], "reported_by": 2**31}, "reported_by"),
