@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import redis
@@ -178,7 +178,12 @@ class Worker:
         return sorted(self._owned, key=lambda job: when(self._owned[job]))
 
     def _commit(self, job: str, *, diagnose: bool = False) -> None:
-        owned, begun_s = self._owned[job], time.monotonic()
+        owned = self._owned[job]
+        with self._by_itself(job, owned.lease):
+            self._save(job, owned, diagnose=diagnose)
+
+    def _save(self, job: str, owned: OwnedJob, *, diagnose: bool) -> None:
+        begun_s = time.monotonic()
         diagnosis = owned.diagnose() if diagnose else None
         diagnosed_s = time.monotonic()
         commit = owned.commit()
@@ -203,10 +208,11 @@ class Worker:
             return
         changes = owned.session.changes
         changes.steps, steps = [], changes.steps
-        try:
-            self._store.publish(owned.lease, owned.changed_status(), steps, changes.applied[-1])
-        except LeaseLostError:
-            self._drop(job)
+        with self._by_itself(job, owned.lease):
+            try:
+                self._store.publish(owned.lease, owned.changed_status(), steps, changes.applied[-1])
+            except LeaseLostError:
+                self._drop(job)
         owned.published_s = now_s
 
     def _drop(self, job: str) -> None:
@@ -243,11 +249,17 @@ class Worker:
         lease = self._store.acquire(job, ttl_s=self._settings.lease_s)
         if lease is None or self._broken.get(job) == lease.generation:
             return
-        try:
+        with self._by_itself(job, lease):
             self._resume(job, lease, stop)
+
+    @contextmanager
+    def _by_itself(self, job: str, lease: Lease) -> Iterator[None]:
+        """Keep an error of one job from the others: it is not worked on any more."""
+        try:
+            yield
         except redis.RedisError:
             raise
-        except Exception:  # any error from a state or message that cannot be read
+        except Exception:  # any error from a state or message that cannot be read or told
             log.exception("job is not worked on until it is registered again", job=job)
             self._broken[job] = lease.generation
             self._owned.pop(job, None)

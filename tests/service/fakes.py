@@ -159,6 +159,8 @@ class FakeDetector:
         return []
 
     def save(self, arrays: dict[str, bytes] | None = None) -> bytes:
+        if self.job.device == "never saved":
+            raise OverflowError("this device is never saved")
         known = {str(r): [v.status.value, v.slowdown, v.step] for r, v in self.known.items()}
         sent = [[*ends, *what] for ends, what in self.transfers.items()]
         beats = list(self.beats.items())

@@ -159,6 +159,21 @@ def test_a_job_that_the_detector_refuses_does_not_stop_the_others(http: Http):
     eventually(lambda: http.records("a-refused") == 32)
 
 
+def test_a_job_whose_state_cannot_be_saved_does_not_stop_the_others(http: Http):
+    """Its error dropped all jobs of the worker, again and again."""
+    http.register(job_of("a-unsaved", device="never saved"))
+    http.register(job_of("z-saved"))
+    for step in range(20):
+        http.send("a-unsaved", batch_of(step))
+        http.send("z-saved", batch_of(step))
+    eventually(lambda: http.records("z-saved") == 20 * 32)
+    eventually(lambda: http.get("/v1/jobs/z-saved")["backlog"] == 0)
+    assert http.records("a-unsaved") == 0
+    http.register(job_of("a-unsaved"))
+    http.send("a-unsaved", batch_of(0))
+    eventually(lambda: http.records("a-unsaved") == 32)
+
+
 def test_a_failure_leads_to_a_plan_without_the_rank(http: Http):
     http.register(job_of("dead"))
     http.send("dead", batch_of(7))
