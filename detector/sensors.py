@@ -12,6 +12,9 @@ from .rank_table import RankTable
 from .sensor_causes import SensorCause, causes_of, is_host_made, peers_of, sentences
 from .sensor_history import SensorHistory
 
+_Compared = tuple[tuple[int, float], int, float]
+"""A rank's newest sample, its onset and its slowdown when it was compared."""
+
 
 class Sensors(Persistent):
     """Causes of the slowness of ranks, from the samples in their heartbeats.
@@ -20,14 +23,14 @@ class Sensors(Persistent):
     status changes, so that what healthy ranks cost is the keeping of their samples.
     """
 
-    _saved = ("_history", "_told")
+    _saved = ("_history", "_told", "_found")
     _told: dict[int, tuple[str, ...]]
+    _found: dict[int, tuple[_Compared, tuple[SensorCause, ...]]]
 
     def __init__(self, places: RankTable) -> None:
         self._places = places
         self._history = SensorHistory(places.ranks)
-        self._told = {}
-        self._found: dict[int, tuple[object, tuple[SensorCause, ...]]] = {}
+        self._told, self._found = {}, {}
 
     def observe(self, rank: int, heartbeat: Heartbeat, table: StatusTable) -> bool:
         """Take the sample of a heartbeat; return whether it changed what is said of the rank."""
@@ -62,6 +65,8 @@ class Sensors(Persistent):
     def forget(self, ranks: Collection[int]) -> None:
         """Drop the samples of ranks whose processes are gone."""
         self._history.forget(ranks)
+        for rank in ranks if self._found else ():
+            self._found.pop(self._history.position(rank), None)
 
     def clear(self) -> None:
         """Drop all samples, as the job goes back to an earlier step."""

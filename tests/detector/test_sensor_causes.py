@@ -288,10 +288,35 @@ def test_the_samples_are_saved_and_go_on() -> None:
     assert first.detector.save() == whole.detector.save()
 
 
+def test_what_was_compared_is_saved_with_the_samples() -> None:
+    """A rank is compared when a sample of its own arrives, not when the state is loaded."""
+    job = Monitored(of_slow(cpu_throttled=0.3)).run(50)
+    for step in range(50, 53):
+        for rank in set(RANKS) - {SLOW}:
+            sample = SensorSample(seconds=1.0, **{**QUIET, "cpu_throttled": 0.25})
+            beat = Heartbeat(
+                ranks=(rank,), process=f"p{rank}", sequence=step, step=step, sensors=sample
+            )
+            job.detector.take_heartbeats([beat], float(step))
+    assert "throttled" in job.said()
+    restored = Detector.restore(JOB, job.detector.save())
+    assert restored.verdicts() == job.detector.verdicts()
+    assert restored.diagnosis() == job.detector.diagnosis()
+
+
 def test_a_new_process_has_no_past() -> None:
     job = Monitored(of_slow(cpu_throttled=0.3)).run(55)
     assert "throttled" in job.said()
     beat = Heartbeat(ranks=(SLOW,), process="another", sequence=1, step=55)
+    job.detector.take_heartbeats([beat], 60.0)
+    assert "throttled" not in job.said()
+
+
+def test_a_new_process_in_the_same_step_is_compared_anew() -> None:
+    job = Monitored(of_slow(cpu_throttled=0.3)).run(54)
+    assert "throttled" in job.said()
+    sample = SensorSample(seconds=1.0, **QUIET)
+    beat = Heartbeat(ranks=(SLOW,), process="another", sequence=1, step=53, sensors=sample)
     job.detector.take_heartbeats([beat], 60.0)
     assert "throttled" not in job.said()
 
