@@ -108,7 +108,10 @@ class LayoutState(Persistent):
         now = self.tests.observe(step, residual, trusted, able, self.correlated.lags)
         now = self.passes.joined(step, residual, trusted, now)
         now = with_intermittent(self.tests, now, verifiable, self._least, table.fresh)
-        if residual.fixed is not None:
+        if residual.fixed is None:  # lengths tell more work from slower devices
+            annotations.mark(REPLICA, np.zeros(self.places.size, bool), step)
+            annotations.explained = np.zeros(self.places.size, bool)
+        else:
             slow = self.replicas.observe(records, index, step, residual.fixed)
             annotations.mark(REPLICA, slow, step)
             excess = recent_level(self.tests, now, 3)

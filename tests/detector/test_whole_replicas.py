@@ -1,6 +1,7 @@
 """Without lengths, more work of a replica and its devices' slowness look the same: no names."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,3 +94,18 @@ def test_over_many_seeds_no_device_of_a_slowed_replica_is_named(
     for seed in range(10):
         faults = whole_replica(job, seed % shape[0], factor, 12)
         assert outcome(job, seed, faults=faults)[0] == set(), seed
+
+
+def test_what_could_not_be_told_without_lengths_is_told_once_there_are_some() -> None:
+    job, detector = job_of((4, 2, 1)), Detector(job_of((4, 2, 1)))
+    surges = [Surge(replica=1, factor=1.4, from_step=12)]
+    for batch in steps_of(job, LENGTHS, steps=40, seed=1, surges=surges):
+        told = batch
+        if batch.step[0] < 30:
+            told = replace(batch, tokens=None, sequences=None, sum_sq_len=None, max_len=None)
+        detector.update(told)
+        if batch.step[0] == 29:
+            unclear = [v for v in detector.verdicts() if v.status is Status.INCONCLUSIVE]
+            assert unclear
+    assert all(v.status is Status.HEALTHY for v in detector.verdicts())
+    assert all(v.evidence == () for v in detector.verdicts())
