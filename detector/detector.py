@@ -141,10 +141,9 @@ class Detector(Persistent):
 
     def _take(self, batch: TelemetryBatch) -> None:
         assembler = self._layout_state.assembler
-        steps = assembler.add(batch)
+        self._judge(assembler.add(batch))
         self.counters["late"] += assembler.progress.late
         self.counters["astray"] += assembler.progress.astray
-        self._judge(steps)
 
     def _judge(self, steps: Iterable[TelemetryBatch]) -> None:
         for step in steps:

@@ -291,22 +291,22 @@ class StepAssembler(Persistent):
         """Ranks without a record in the last closed steps."""
         return self.progress.silent >= SILENT_STEPS
 
-    def add(self, batch: TelemetryBatch) -> list[TelemetryBatch]:
-        """Takes a message; returns the steps that it completes, in order."""
-        found: list[TelemetryBatch] = []
+    def add(self, batch: TelemetryBatch) -> Iterator[TelemetryBatch]:
+        """Takes a message; the steps that it completes, in order. Each is closed when it is asked
+        for, so that `silent` is as of that step."""
         for step, part in by_step(self.progress.admit(batch)):
             self._put(step, part)
             if self.progress.is_full:
-                found += self._close()
-        return found + self._close()
+                yield from self._close()
+        yield from self._close()
 
-    def finish(self) -> list[TelemetryBatch]:
-        """Closes all open steps, as nothing more is to come; returns them in order."""
+    def finish(self) -> Iterator[TelemetryBatch]:
+        """Closes all open steps, as nothing more is to come; in order, like `add`."""
         return self._close(at_end=True)
 
-    def _close(self, *, at_end: bool = False) -> list[TelemetryBatch]:
-        closed = self.progress.close(at_end=at_end)
-        return [self._assembled(self._records.pop(step)) for step in closed]
+    def _close(self, *, at_end: bool = False) -> Iterator[TelemetryBatch]:
+        for step in self.progress.close(at_end=at_end):
+            yield self._assembled(self._records.pop(step))
 
     def _put(self, step: int, part: TelemetryBatch) -> None:
         opened = self._records.setdefault(step, _OpenRecords())

@@ -222,3 +222,20 @@ def test_a_rank_that_falls_silent_is_inconclusive_until_it_is_back() -> None:
     for batch in stream[16:]:
         detector.update(batch)
     assert detector.verdicts()[2].status is Status.HEALTHY
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+def test_a_rank_falls_silent_in_the_same_step_however_the_records_are_cut(
+    with_lengths: bool,
+) -> None:
+    stream = batches(with_lengths=with_lengths, steps=20)
+    stream[8:] = [batch.select(batch.rank != 2) for batch in stream[8:]]
+    whole = TelemetryBatch.concat(stream)
+    by_rank = [whole.select(whole.rank == rank) for rank in LAYOUT.ranks]
+    by_step = run(stream)
+    assert by_step.finish() == []
+    assert by_step.verdicts()[2].since_step == 10
+    for messages in ([whole], by_rank):
+        detector = run(messages)
+        detector.finish()
+        assert detector.verdicts() == by_step.verdicts()
