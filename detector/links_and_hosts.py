@@ -46,10 +46,10 @@ class LinkTest(Persistent):
     def observe(self, step: TelemetryBatch, index: Ints, number: int) -> None:
         """Takes all records of a step."""
         rows = (step.op == Op.P2P) & (step.peer >= 0) & (step.compute_ms > 0)
-        if not rows.any():
-            return
         peer = self._places.index(step.peer[rows])
         known = peer >= 0
+        if not known.any():
+            return
         own, peer, times = index[rows][known], peer[known], step.compute_ms[rows][known]
         times = times + _NEGLIGIBLE * _usual_pass_ms(step)
         keys = (own << 32) | peer

@@ -143,3 +143,16 @@ def test_a_link_that_appears_late_changes_no_verdict_on_others(dp: int) -> None:
     restored = Detector.restore(job, detector.save(), settings=SETTINGS)
     assert restored.links() == detector.links()
     assert restored.link_counts() == detector.link_counts()
+
+
+def test_transfers_with_ranks_outside_of_the_layout_tell_nothing() -> None:
+    """As after a change of the layout, or where a record names its peer within a group."""
+    job = job_of(2, 2, 1)
+    detector = Detector(job, settings=SETTINGS)
+    for batch in steps_of(job, LENGTHS, steps=4, seed=4):
+        some = batch.select(batch.op == Op.FORWARD)
+        sent = replace(some, op=np.full(len(some), Op.P2P), peer=np.full(len(some), 999))
+        detector.update(TelemetryBatch.concat([batch, sent]))
+    assert detector.links() == []
+    assert detector.link_counts() == {}
+    assert [v.step for v in detector.verdicts()] == [3] * 4
