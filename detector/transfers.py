@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from resihp.contracts import Op, TelemetryBatch
+from resihp.contracts.telemetry import MOST_MS
 
 from .arrays import Bools, Floats, Ints, group_median, positions
 from .persistence import Persistent
@@ -208,12 +209,13 @@ class TransferTimes(Persistent):
         self._bounds = self._bounds.later(ClockBounds.of(transfers))
         times = transfer_times(transfers, self._bounds.differences(transfers.link))
         times = balanced(transfers, times)
-        told = np.isfinite(times)
+        told = times <= MOST_MS  # not where they are NaN
         spent = (transfers.ends - transfers.starts)[:, told]
+        waited = np.maximum(spent - times[told], 0.0).sum(axis=0)
         sent = replace(
             step.select(transfers.rows[0][told]),
             compute_ms=times[told],
-            wait_ms=np.maximum(spent - times[told], 0.0).sum(axis=0),
+            wait_ms=np.minimum(waited, MOST_MS),
             dropped=0,
         )
         return TelemetryBatch.concat([step.select(~stamped), sent])

@@ -13,6 +13,7 @@ from detector import Detector, DetectorSettings
 from detector.rank_table import RankTable
 from detector.transfers import ClockBounds, PairedTransfers, TransferTimes, balanced
 from resihp.contracts import Job, Layout, Op, Status, TelemetryBatch
+from resihp.contracts.telemetry import MOST_MS
 from resihp.testing.scenarios import Fault, SlowLink, steps_of, transfers
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
@@ -172,6 +173,20 @@ def test_records_without_a_start_are_left_as_they_are() -> None:
     assert TransferTimes(PLACES).separated(step) is step
     (batch,) = steps_of(JOB, LENGTHS, steps=1, seed=0)
     assert TransferTimes(PLACES).separated(batch) is batch
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("column", ["compute_ms", "wait_ms", "start_ms"])
+@pytest.mark.parametrize("rank", [None, 0])
+def test_absurd_times_break_nothing(column: str, rank: int | None, *, blocking: bool) -> None:
+    """The longest times that a record may hold, at both ends of all transfers or at one."""
+    separated = TransferTimes(PLACES)
+    for seed in range(2):
+        step = one_step(seed, blocking=blocking)
+        everywhere = np.isfinite(step.start_ms) & ((step.rank == rank) | (rank is None))
+        longest = np.where(everywhere, MOST_MS, getattr(step, column))
+        told = separated.separated(replace(step, **{column: longest}))
+        assert (told.compute_ms[told.op == Op.P2P] > 0).all()
 
 
 def test_a_clock_that_begins_anew_is_followed() -> None:
