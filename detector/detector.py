@@ -240,7 +240,7 @@ class Detector(Persistent):
         an error is reported as failed.
         """
         before, failed = self._layout_state.snapshot(), list[Verdict]()
-        explained = list[int]()
+        explained, outside = list[int](), list[Verdict]()
         for heartbeat in heartbeats:
             known = [rank for rank in heartbeat.ranks if self._is_known(rank)]
             self.counters["unknown_ranks"] += len(heartbeat.ranks) - len(known)
@@ -255,9 +255,11 @@ class Detector(Persistent):
                 ranks, heartbeat, now, self._layout_state.status_table
             )
             for rank in ranks if self._notes else ():
-                self._revive(rank, replaced=self._processes.is_successor(rank, heartbeat))
+                replaced = self._processes.is_successor(rank, heartbeat)
+                outside += self._revive(rank, replaced=replaced)
         causes = self._verdicts_at(self._positions(explained))
-        changed = {verdict.rank: verdict for verdict in (*failed, *self._changed(before), *causes)}
+        found = (*failed, *self._changed(before), *causes, *outside)
+        changed = {verdict.rank: verdict for verdict in found}
         return [changed[rank] for rank in sorted(changed)]
 
     def heard(
@@ -269,7 +271,7 @@ class Detector(Persistent):
         A rank that is held for dead comes back by `records` of later steps than were known then:
         earlier ones may have waited with another sender.
         """
-        before = None
+        before, outside = None, list[Verdict]()
         for rank in ranks:
             is_dead = rank in self._notes
             if not self._processes.knows(rank) or (is_dead and self._is_late(rank, records)):
@@ -277,8 +279,8 @@ class Detector(Persistent):
             self._processes.heard(rank, now)
             if is_dead:
                 before = before or self._layout_state.snapshot()
-                self._revive(rank)
-        return [] if before is None else self._changed(before)
+                outside += self._revive(rank)
+        return [] if before is None else [*self._changed(before), *outside]
 
     def _is_late(self, rank: int, records: TelemetryBatch | None) -> bool:
         at = self._positions([rank])
@@ -320,14 +322,17 @@ class Detector(Persistent):
     def _is_known(self, rank: int) -> bool:
         return rank in self._layout_state.places.members or self._probation.knows(rank)
 
-    def _revive(self, rank: int, *, replaced: bool = False) -> None:
+    def _revive(self, rank: int, *, replaced: bool = False) -> list[Verdict]:
         """Take back that a rank has stopped, if heartbeats were the only reason, or another process
-        has `replaced` the one that others reported."""
+        has `replaced` the one that others reported; return the verdict on one outside the
+        layout."""
         note = self._notes.get(rank)
-        if note is not None and (replaced or note[0].startswith((_SILENCE, _ENDED))):
-            del self._notes[rank]
-            self._processes.revive(rank)
-            self._layout_state.revive(rank)
+        if note is None or not (replaced or note[0].startswith((_SILENCE, _ENDED))):
+            return []
+        del self._notes[rank]
+        self._processes.revive(rank)
+        self._layout_state.revive(rank)
+        return self._probation.revive(rank, self._layout_state.last_step or 0)
 
     def _drop_notes(self) -> None:
         """Forget why ranks had stopped that work again, so that they can be found dead anew."""
@@ -343,10 +348,11 @@ class Detector(Persistent):
         """Takes a report, from survivors or the launcher, that ranks are gone."""
         before, ranks = self._layout_state.snapshot(), sorted(set(ranks))
         found = self._layout_state.fail(ranks, step)
-        self._notes.update(dict.fromkeys(found, (detail,)))
-        self._processes.fail(found)
         last_step = self._layout_state.last_step or 0
         gone = self._probation.fail(ranks, step if step is not None else last_step)
+        found += [verdict.rank for verdict in gone]
+        self._notes.update(dict.fromkeys(found, (detail,)))
+        self._processes.fail(found)
         return [*self._changed(before), *gone]
 
     def links(self) -> list[LinkVerdict]:

@@ -181,6 +181,16 @@ class Probation(Persistent):
             self._devices[rank].status, self._devices[rank].step = Status.FAIL_STOP, step
         return [self.verdict(rank) for rank in found]
 
+    def revive(self, rank: int, step: int) -> list[Verdict]:
+        """Takes back that a device is dead; returns the verdict if it was held for that. It is as
+        slow as before, or as healthy."""
+        device = self._devices.get(rank)
+        if device is None or device.status != Status.FAIL_STOP:
+            return []
+        device.status = Status.HEALTHY if self._has_recovered(rank) else Status.FAIL_SLOW
+        device.step = step
+        return [self.verdict(rank)]
+
     def stopped(self) -> set[int]:
         """Devices that are held for dead."""
         devices = self._devices.items()
@@ -212,14 +222,17 @@ class Probation(Persistent):
         device.evidence = min(max(total, -SUSPECT_AT), SUSPECT_AT)
         device.clean = device.clean + 1 if ratio < _CLEAN * known else 0
         device.words = result.words
-        needed = _KINDS * self._settings.recover_steps * 2 ** (self._times[result.rank] - 1)
-        recovered = device.evidence <= -SUSPECT_AT and device.clean >= needed
         before = device.status
-        if before == Status.FAIL_SLOW and recovered:
+        if before == Status.FAIL_SLOW and self._has_recovered(result.rank):
             device.status, device.step = Status.HEALTHY, step
         elif before == Status.HEALTHY and device.evidence >= SUSPECT_AT:
             device.status, device.step = Status.FAIL_SLOW, step
         return [self.verdict(result.rank)] if device.status != before else []
+
+    def _has_recovered(self, rank: int) -> bool:
+        device = self._devices[rank]
+        needed = _KINDS * self._settings.recover_steps * 2 ** (self._times[rank] - 1)
+        return device.evidence <= -SUSPECT_AT and device.clean >= needed
 
     def verdict(self, rank: int) -> Verdict:
         """Verdict on a device outside the layout."""

@@ -341,3 +341,62 @@ def test_a_slow_rank_that_dies_in_the_first_steps_of_a_plan_stays_dead() -> None
     for step in steps[21:24]:
         assert detector.update(replace(step, plan_version=1)) == []
     assert state_of_5(detector) is Status.FAIL_STOP
+
+
+def left_out() -> Detector:
+    """Rank 5 is slow, and left out of the layout with the rest of its replica; its process goes on
+    to send heartbeats."""
+    fault = Fault(rank=5, factor=1.5, from_step=8)
+    detector = Detector(JOB)
+    for step in steps_of(JOB, [300, 700, 2000], steps=20, seed=3, faults=[fault]):
+        detector.update(step)
+    replicas = tuple(r for r in JOB.layout.replicas if 5 not in r.ranks)
+    detector.apply_plan(Plan(version=1, layout=Layout(replicas), quotas=(6, 5, 5)))
+    return detector
+
+
+def test_a_slow_device_outside_the_layout_that_was_only_silent_is_probed_again() -> None:
+    detector = left_out()
+    working = detector.job.layout.ranks
+    for tick in range(30):
+        beat(detector, tick, [*working, 5])
+    dead = []
+    for tick in range(30, 60):
+        beat(detector, tick, working)
+        dead += [(v.rank, v.status) for v in detector.check_alive(tick)]
+    assert dead == [(5, Status.FAIL_STOP)]
+    assert detector.probe_requests(60.0) == []
+    detector = Detector.restore(JOB, detector.save())
+    (verdict,) = beat(detector, 60, [*working, 5])
+    assert (verdict.rank, verdict.status) == (5, Status.FAIL_SLOW)
+    assert verdict.slowdown == pytest.approx(1.5, abs=0.05)
+    assert {request.rank for request in detector.probe_requests(61.0)} == {5}
+    assert detector.check_alive(61.0) == []
+
+
+@pytest.mark.parametrize("error", ["", "SIGKILL"])
+def test_another_process_of_a_device_outside_the_layout_is_probed_again(error: str) -> None:
+    detector = left_out()
+    beat(detector, 1, [5], process="first", sequence=1)
+    if error:
+        (verdict,) = beat(detector, 2, [5], process="first", sequence=2, left=True, error=error)
+    else:
+        (verdict,) = detector.report_failure([5], step=20)
+    assert (verdict.rank, verdict.status) == (5, Status.FAIL_STOP)
+    assert detector.probe_requests(3.0) == []
+    (verdict,) = beat(detector, 4, [5], process="next", sequence=1)
+    assert (verdict.rank, verdict.status) == (5, Status.FAIL_SLOW)
+    assert {request.rank for request in detector.probe_requests(5.0)} == {5}
+
+
+def test_a_recovered_device_outside_the_layout_that_was_only_silent_is_healthy() -> None:
+    detector = left_out()
+    for _ in range(3):
+        for kind in ProbeKind:
+            probe = ProbeResult(rank=5, reference=0, kind=kind, rank_ms=1.0, reference_ms=1.0)
+            detector.probe_result(probe)
+    assert {v.rank: v.status for v in detector.verdicts()}[5] is Status.HEALTHY
+    beat(detector, 1, [5], process="first", sequence=1)
+    detector.report_failure([5], step=20)
+    (verdict,) = beat(detector, 4, [5], process="next", sequence=1)
+    assert (verdict.rank, verdict.status) == (5, Status.HEALTHY)
