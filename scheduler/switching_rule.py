@@ -372,5 +372,8 @@ def _has_memory(
     """True if a change fits by the estimate, or by the fact that as much is in use now."""
     if fits(job, layout, quotas, schedule):
         return True
-    now_bytes = peak_bytes(job, current.layout, current.quotas, own_schedule(job, current))
+    try:
+        now_bytes = peak_bytes(job, current.layout, current.quotas, own_schedule(job, current))
+    except ContractError:  # it cannot run within `max_in_flight`
+        return False
     return peak_bytes(job, layout, quotas, schedule) <= now_bytes

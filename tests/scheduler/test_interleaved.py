@@ -172,6 +172,16 @@ def test_a_plan_says_why_stages_hold_one_chunk(given_, speeds, told):
     assert told in " ".join(plan.reason)
 
 
+def test_quotas_that_cannot_run_and_others_without_memory_leave_the_search_its_plan():
+    model = replace(SHAPE, layers=4, vocab=50)
+    memory = Memory(budget_bytes=3_500_000, activation_bytes_per_layer=1_000_000)
+    given_ = {"model": model, "memory": memory, "max_in_flight": 2}
+    one = job(layers=4, microbatches=4, quotas=(3, 1), **given_)
+    plan = make_plan(one, {})
+    assert plan.schedule is Schedule.ONE_F_ONE_B
+    assert max(simulate(one, plan).peak_bytes.values()) <= memory.budget_bytes
+
+
 def test_chunks_have_to_fit_into_memory():
     free = job(model=SHAPE, tokens_per_microbatch=64, cost=None)
     peak = max(simulate(free, free.layout).peak_bytes.values())
