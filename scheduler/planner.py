@@ -144,9 +144,11 @@ def replan(
     least cost within the horizon or, if that is unknown, the one whose migration pays first.
 
     A job without the actions `layout` and `restart` gets other quotas in its layout, or no plan,
-    also with a dead rank, and `advice` on the ranks to leave out. Raises `InfeasibleError`, and
-    `ContractError` for what `make_plan` refuses, for quotas of another sum than the job's and for a
-    current layout that cannot run within `max_in_flight`.
+    also with a dead rank, and `advice` on the ranks to leave out. A layout that is estimated above
+    the memory budget, where none fits, still gets quotas and a schedule that need no more than now.
+    Raises `InfeasibleError` where neither is found, and `ContractError` for what `make_plan`
+    refuses, for quotas of another sum than the job's and for a current layout that cannot run
+    within `max_in_flight`.
     """
     known, links, expired = speed_map(speeds), tuple(links), _deadline(time_limit_s, clock)
     slow = LinkSlowdowns.of(job, links)
@@ -158,22 +160,34 @@ def replan(
     if not job.takes_layouts:
         given = job, current, known, slow, dead, rental, horizon_steps, step
         return _without_layouts(*given, expired)
-    front = plan_front(
-        job,
-        known,
-        current.layout,
-        version=current.version + 1,
-        from_step=step + 1,
-        links=links,
-        time_limit_s=time_limit_s,
-        clock=clock,
-    )
-    options = with_restart(job, front, restart_ms)
+    failure: InfeasibleError | None = None
+    options: Sequence[PlanOption] = ()
+    try:
+        front = plan_front(
+            job,
+            known,
+            current.layout,
+            version=current.version + 1,
+            from_step=step + 1,
+            links=links,
+            time_limit_s=time_limit_s,
+            clock=clock,
+        )
+        options = with_restart(job, front, restart_ms)
+    except InfeasibleError as error:
+        if dead:
+            raise
+        failure = error
     if dead:
         limit = f"the layout cannot go on without {rank_list(dead)}"
         return ReplanDecision(plan=least_cost(options, horizon_steps).plan, limit=limit)
+    limit = f"no new layout is feasible: {failure.detail}" if failure else ""
     chosen = job, current, options, known, rental
-    decision = decide(*chosen, horizon_steps=horizon_steps, links=slow, expired=expired)
+    decision = decide(
+        *chosen, horizon_steps=horizon_steps, links=slow, expired=expired, limit=limit
+    )
+    if failure is not None and decision.plan is None:
+        raise failure
     return _from_step(decision, step + 1)
 
 

@@ -212,8 +212,11 @@ def decide(
     horizon_steps: int | None,
     links: LinkSlowdowns = ALL_LINKS_HEALTHY,
     expired: Callable[[], bool] = lambda: False,
+    limit: str = "",
 ) -> ReplanDecision:
     """Choose between the plans of a front, a change without migration, and no change.
+
+    limit  what rules out all new layouts, as a clause, where there are no options
 
     All ranks of the current layout must be alive. Other quotas and another schedule cost nothing
     and are applied for a small gain, as far as the actions of the job include them. A new layout
@@ -240,7 +243,7 @@ def decide(
         best=best,
         least_gain_ms=least_gain_ms,
         horizon_steps=horizon_steps,
-        limit="" if job.takes_layouts else "this job takes on other quotas only",
+        limit=limit if job.takes_layouts else "this job takes on other quotas only",
     )
     if now_ms - in_place_ms <= _LEAST_GAIN_IN_PLACE * now_ms:
         return kept

@@ -136,6 +136,28 @@ def test_a_job_estimated_above_its_memory_gets_quotas_that_need_no_more(pp, micr
     assert held <= now
 
 
+@pytest.mark.parametrize(
+    ("actions", "applied"),
+    [
+        (("layout", "quotas"), Action.QUOTAS),
+        (("quotas", "restart"), Action.QUOTAS),
+        (("layout",), Action.LAYOUT),
+    ],
+)
+def test_a_job_estimated_above_its_memory_changes_in_place_where_no_layout_fits(actions, applied):
+    memory = Memory(budget_bytes=1)
+    over = job(2, 1, 4, actions, model=SHAPE, tokens_per_microbatch=512, memory=memory)
+    decision = replan(over, first(over), {0: 0.25}, step=6)
+    assert (decision.plan.quotas, decision.plan.layout) == ((1, 3), over.layout)
+    assert (decision.plan.from_step, decision.action) == (7, applied)
+    assert decision.explanation in decision.plan.reason
+    assert "no new layout is feasible" in decision.explanation
+    with pytest.raises(InfeasibleError):  # nothing is left to gain
+        replan(over, decision.plan, {0: 0.25}, step=7)
+    with pytest.raises(InfeasibleError):
+        replan(over, first(over), {0: 0.0}, step=6)
+
+
 def test_a_dead_rank_leaves_no_plan_where_only_quotas_can_change():
     one = job()
     decision = replan(one, first(one), {2: 0.0}, step=0)
