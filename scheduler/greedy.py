@@ -32,12 +32,13 @@ def greedy_allocation(
 def allocation_by_rate(
     ends: Sequence[float], rates: Sequence[float], counts: Sequence[int]
 ) -> list[int]:
-    """Counts of the same sum, at least 1 each, by greedy allocation.
+    """Counts of the same sum, at least 1 each, by greedy allocation; the present ones if there are
+    too few units for that, or if an entry never ends.
 
     An entry ends at `ends` with its present count; every unit more takes its rate longer. An
     entry that ends after the common level of the others with a single unit keeps that one.
     """
-    if not all(map(isfinite, ends)):
+    if sum(counts) < len(counts) or not all(map(isfinite, ends)):
         return list(counts)
     offsets = [end - rate * count for end, rate, count in zip(ends, rates, counts, strict=True)]
     total, indices = sum(counts), range(len(counts))

@@ -90,7 +90,8 @@ class ReplicaTimes:
     def best_quotas(
         self, quotas: Sequence[int], expired: Callable[[], bool] = lambda: False
     ) -> tuple[int, ...]:
-        """Quotas of the same sum, at least 1 each, with the shortest step found before `expired`.
+        """Quotas of the same sum with the shortest step found before `expired`: at least 1 each,
+        unless the sum is too small for that.
 
         Greedy allocation by the time of the slowest stage, then exchange of single microbatches.
         """

@@ -110,6 +110,15 @@ def test_quotas_alone_keep_the_layout_and_are_the_best_there_are(dp, pp, more, s
         assert plan.bound_ms <= plan.step_ms < now_ms
 
 
+@pytest.mark.parametrize("actions", [("quotas",), ("layout", "quotas")])
+@pytest.mark.parametrize("quotas", [(3, 0, 0, 0), (2, 1, 0, 0)])
+def test_microbatches_stay_as_many_where_there_are_more_replicas(actions, quotas):
+    one = job(4, 1, 3, actions, quotas=quotas)
+    plan = make_plan(one, {})
+    assert plan.quotas == (1, 1, 1, 0)
+    assert replan(one, first(one), {}, step=0).plan.quotas == plan.quotas
+
+
 def test_a_rank_that_is_better_left_out_keeps_a_microbatch():
     one = job(microbatches=64)
     decision = replan(one, first(one), {2: 0.02}, step=0)
