@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from resihp.contracts import Action, InfeasibleError, Job, LinkVerdict, Schedule
+from resihp.contracts import Action, ContractError, InfeasibleError, Job, LinkVerdict, Schedule
 
 from ..cost_model import layer_cost
 from ..link_costs import LinkSlowdowns
@@ -62,8 +62,11 @@ def policy_outcome(
 
     If plans of the job may choose the schedule, so may every policy: the best of its outcomes.
     Replicas that a policy keeps unchanged stay interleaved; new ones run 1F1B. A policy that knows
-    nothing of links decides without them and is timed with them, unless it has no layout.
+    nothing of links decides without them and is timed with them, unless it has no layout. Raises
+    `ContractError` for an unknown name.
     """
+    if name not in POLICIES:
+        raise ContractError("policy", f"must be one of {', '.join(POLICIES)}, not {name}")
     policy = POLICIES[name]
     if job.schedule is Schedule.INTERLEAVED or policy.decide is joint:
         return _outcome(policy, job, speeds, links)

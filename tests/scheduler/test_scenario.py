@@ -98,3 +98,8 @@ def test_a_rank_outside_of_the_job_is_named():
     scenario = parse_scenario(TEXT.replace("rank = 2", "rank = 99"))
     with pytest.raises(ContractError, match="rank 99"):
         play_scenario(a_job(), scenario, ["nothing"])
+
+
+def test_a_policy_that_there_is_not_is_named():
+    with pytest.raises(ContractError, match=r"policy: must be one of nothing, .* not other"):
+        play_scenario(a_job(), parse_scenario(TEXT), ["other"])
