@@ -137,6 +137,7 @@ def simulate(
 
 def _schedule(job: Job, layout: Layout, given: Schedule | None) -> Schedule:
     """Schedule of a layout; several model chunks per stage imply the interleaved one."""
+    given = None if given is None else Schedule.named(given)
     chunked = any(replica.chunks > 1 for replica in layout.replicas)
     if chunked and given not in (None, Schedule.INTERLEAVED):
         raise ContractError("schedule", f"{given} runs one model chunk in each stage")
@@ -227,7 +228,8 @@ def _chunk_durations(
 
 
 def _check(layout: Layout, quotas: Sequence[int], speeds: Mapping[int, float]) -> None:
-    if len(quotas) != layout.dp or not _all_are(Integral, quotas) or min(quotas) < 0:
+    is_whole = _all_are(Integral, quotas) and not any(isinstance(q, bool) for q in quotas)
+    if len(quotas) != layout.dp or not is_whole or min(quotas) < 0:
         raise ContractError("quotas", "must have one whole number, 0 or more, for each replica")
     dead = [rank for rank in layout.ranks if speeds.get(rank, 1.0) <= 0.0]
     if dead:

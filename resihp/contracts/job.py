@@ -237,6 +237,8 @@ class Job:
         limits = ("max_in_flight", "tokens_per_microbatch")
         make_plain(self, whole_number, *limits, least=1, optional=True)
         make_plain(self, whole_numbers, "quotas", least=0)
+        make_plain(self, Schedule.named, "schedule")
+        make_plain(self, _schedules, "schedules")
         object.__setattr__(self, "actions", Action.ordered(self.actions))
         object.__setattr__(self, "layout", self.layout.under(None))
         if not self.name or self.name != acceptable_name(self.name):
@@ -266,6 +268,10 @@ class Job:
     def takes_layouts(self) -> bool:
         """True if it can take on another layout, live or by a restart."""
         return Action.LAYOUT in self.actions or Action.RESTART in self.actions
+
+
+def _schedules(names: Iterable[str]) -> tuple[Schedule, ...]:
+    return tuple(map(Schedule.named, names))
 
 
 def name_of_run(script: str, run: str) -> str:

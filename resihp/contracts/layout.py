@@ -25,6 +25,16 @@ class Schedule(StrEnum):
     INTERLEAVED = "interleaved"
     ZERO_BUBBLE = "zero_bubble"
 
+    @classmethod
+    def named(cls, name: str) -> Schedule:
+        """Schedule of that name, which may be the schedule itself. Raises `ContractError`."""
+        try:
+            return cls(name)
+        except ValueError:
+            raise ContractError(
+                "schedule", f"must be one of {', '.join(cls)}, not {name!r}"
+            ) from None
+
 
 @dataclass(frozen=True)
 class Stage:

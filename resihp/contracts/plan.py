@@ -40,6 +40,7 @@ class Plan:
         make_plain(self, whole_number, "version", "from_step", least=0)
         make_plain(self, number, "step_ms", "bound_ms", least=0.0)
         make_plain(self, whole_numbers, "quotas", least=0)
+        make_plain(self, Schedule.named, "schedule")
         if len(self.quotas) != self.layout.dp:
             raise ContractError("quotas", "must have one entry for each replica")
         object.__setattr__(self, "layout", self.layout.under(self.schedule))

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resihp.contracts import Schedule
+from resihp.contracts import ContractError, Job, LayerCost, Layout, Plan, Schedule
 from resihp.pipeline.orders import stage_order
 from resihp.pipeline.replay import pass_durations, replay
+from scheduler import make_plan, simulate
 from scheduler.bounds import (
     StageCosts,
     heterogeneous_layers,
@@ -177,3 +178,26 @@ def test_equal_pipelines_have_the_bound_of_the_formula():
         return 12.0 * relaxed_factors(np.ones((len(rows), 4)), tried)
 
     assert least_makespan([(counts, times)]) == pytest.approx((6 + 3) * 3.0)
+
+
+@pytest.mark.parametrize("schedule", PLANNED)
+def test_a_schedule_given_by_its_name_is_that_schedule(schedule):
+    layout, cost = Layout.grid(dp=1, pp=4, tp=1, layers=8), LayerCost(forward_ms=1, backward_ms=2)
+    given_ = {"name": "test", "layout": layout, "microbatches": 8, "cost": cost}
+    plain, named = Job(**given_), Job(**given_, schedule=schedule.value)
+    permitted = Job(**given_, schedules=(schedule.value,))
+    step_ms = simulate(plain, layout, schedule=schedule).step_ms
+    assert simulate(plain, layout, schedule=schedule.value).step_ms == step_ms
+    assert [make_plan(one, {}).step_ms for one in (named, permitted)] == [step_ms] * 2
+    plan = Plan(version=0, layout=layout, quotas=(8,), schedule=schedule.value)
+    assert (named.schedule, permitted.schedules, plan.schedule) == (schedule, (schedule,), schedule)
+    assert type(named.schedule) is type(permitted.schedules[0]) is type(plan.schedule) is Schedule
+
+
+@pytest.mark.parametrize("given_", [{"schedule": "zb"}, {"schedule": None}, {"schedules": ("zb",)}])
+def test_a_schedule_that_there_is_not_is_refused(given_):
+    layout = Layout.grid(dp=1, pp=2, tp=1, layers=2)
+    with pytest.raises(ContractError, match=r"schedules?: must be one of 1f1b, eager_1f1b"):
+        Job(name="test", layout=layout, microbatches=2, **given_)
+    with pytest.raises(ContractError, match="schedule: must be one of"):
+        simulate(Job(name="test", layout=layout, microbatches=2), layout, schedule="zb")
