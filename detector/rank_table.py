@@ -69,9 +69,9 @@ class RankTable:
             start, stop = stage.layers[0], stage.layers[0] + stage.layer_count
             is_last = float(stage.chunks[-1][1] == layout.layers)
             members = sorted(zip(stage.ranks, stage.shares, strict=True))
+            held = sum(stage.shares)
             for slot, (rank, units) in enumerate(members):
-                share = units / sum(stage.shares)
-                rows.append((rank, dp, pp, group, slot, start, stop, share, is_last))
+                rows.append((rank, dp, pp, group, slot, start, stop, units / held, is_last))
         rows.sort()
         table = np.array(rows, np.float64)
         ranks, dp, pp, group, slot, start, stop = table[:, :7].astype(np.int64).T

@@ -10,7 +10,9 @@ stage only, those members are the reference ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -40,24 +42,23 @@ def reference_ranks(layout: Layout, places: RankTable) -> Ints:
     for replica in layout.replicas:
         for at, stage in enumerate(replica.stages):
             others = [*replica.stages[at + 1 :], *replica.stages[:at]] or [stage]
+            groups = [other.ranks for other in others]
             for place, rank in enumerate(stage.ranks):
                 row = int(places.index(np.array([rank]))[0])
-                chosen = _around(place, [other.ranks for other in others], rank)
+                chosen = list(islice(_around(place, groups, rank), REFERENCES))
                 if len(chosen) % 2 == 0 and stage not in others:
-                    chosen += _around(place, [stage.ranks], rank)[:1]
+                    chosen += islice(_around(place, [stage.ranks], rank), 1)
                 table[row, : len(chosen)] = places.index(np.array(chosen, np.int64))
     return table
 
 
-def _around(place: int, groups: list[tuple[int, ...]], rank: int) -> list[int]:
+def _around(place: int, groups: list[tuple[int, ...]], rank: int) -> Iterator[int]:
     """Ranks at the same tensor-parallel position of every group first, then their neighbours."""
-    chosen: list[int] = []
-    for turn in range(max(len(ranks) for ranks in groups)):
+    for turn in range(max(map(len, groups))):
         for ranks in groups:
             other = ranks[(place + turn) % len(ranks)]
-            if turn < len(ranks) and other != rank and len(chosen) < REFERENCES:
-                chosen.append(other)
-    return chosen
+            if turn < len(ranks) and other != rank:
+                yield other
 
 
 class CrossStageModel(Persistent):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
+from typing import TypeVar
 
 from ._numbers import make_plain, number, whole_number, whole_numbers
 from .errors import ContractError
@@ -29,6 +31,19 @@ class Cause(StrEnum):
     SEQUENCE_IMBALANCE = "sequence_imbalance"
     COMMUNICATION = "communication"
     HOST = "host"
+
+
+Name = TypeVar("Name", bound=StrEnum)
+
+
+def _named(kind: type[Name], name: str) -> Name:
+    try:
+        return kind(name)
+    except ValueError:
+        raise ContractError("", f"must be one of {', '.join(kind)}, not {name!r}") from None
+
+
+_status, _cause = partial(_named, Status), partial(_named, Cause)
 
 
 def _numbers(values: Iterable[object]) -> tuple[float, ...]:
@@ -61,6 +76,7 @@ class Verdict:
     step: int | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self, _status, "status")
         make_plain(self, whole_number, "rank", least=0)
         make_plain(self, whole_number, "since_step", "step", optional=True)
         make_plain(self, number, "slowdown", least=0.0, what="a factor")
@@ -95,6 +111,7 @@ class LinkVerdict:
     since_s: float | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self, _status, "status")
         make_plain(self, whole_number, "rank", least=0)
         make_plain(self, whole_number, "peer")
         make_plain(self, whole_number, "since_step", optional=True)
@@ -127,6 +144,7 @@ class Diagnosis:
     detail: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        make_plain(self, _cause, "root_cause")
         make_plain(self, number, "slowdown", least=0.0, what="a factor")
         make_plain(self, whole_number, "steps")
         make_plain(self, _number_of_each, "attribution")

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import (
+    Cause,
     ContractError,
+    Diagnosis,
     Job,
     Layout,
     LinkVerdict,
@@ -20,6 +22,7 @@ from resihp.contracts import (
     Schedule,
     Stage,
     Status,
+    Verdict,
     even_quotas,
     from_json,
     to_json,
@@ -170,6 +173,14 @@ def test_a_job_that_cannot_be(given, field):
 def test_a_slow_link_has_a_finite_factor():
     with pytest.raises(ContractError, match="slowdown"):
         LinkVerdict(rank=0, peer=1, status=Status.FAIL_SLOW, slowdown=float("inf"))
+
+
+def test_a_status_and_a_cause_may_be_given_by_name():
+    link = LinkVerdict(rank=0, peer=1, status="fail_slow", slowdown=2.0)
+    assert link.status is Verdict(rank=0, status="fail_slow").status is Status.FAIL_SLOW
+    assert Diagnosis(slowdown=1.0, root_cause="host").root_cause is Cause.HOST
+    with pytest.raises(ContractError, match="status: must be one of healthy, suspect"):
+        Verdict(rank=0, status="slow")
 
 
 def test_a_job_without_quotas_spreads_its_microbatches():

@@ -34,6 +34,14 @@ def judged(batches: list[TelemetryBatch]) -> set[int]:
     return named
 
 
+def test_one_group_of_all_ranks() -> None:
+    """Time that grows with the square of the ranks would be hours, for every job of a worker."""
+    ranks = 40_000
+    layout = Layout.grid(dp=1, pp=1, tp=ranks, layers=1, units=ranks)
+    job = Job(name="job", layout=layout, microbatches=1)
+    assert CrossStageModel(job, RankTable.of(layout)).references.shape == (ranks, 5)
+
+
 @pytest.mark.parametrize("with_lengths", [True, False])
 @pytest.mark.parametrize(
     ("column", "value"),
