@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import ContractError, Job, Op, Replica, TelemetryBatch
 from resihp.pipeline.graph import Graph
-from resihp.pipeline.orders import Part, chunks_run, replica_orders
+from resihp.pipeline.orders import Part, chunks_run, replayed_schedule, replica_orders
 from resihp.pipeline.replay import WEIGHT_PART
 
 from .arrays import Floats, Ints, appended
@@ -45,7 +45,7 @@ class _Pipeline:
     @classmethod
     def of(cls, job: Job, replica: Replica, chunks: int, quota: int) -> _Pipeline:
         """The replica with so many chunks per stage and microbatches, by the job's schedule."""
-        stages, given = len(replica.stages), (quota, job.schedule)
+        stages, given = len(replica.stages), (quota, replayed_schedule(job.schedule, chunks))
         place: list[tuple[int, int, int, int]] = []
         part, before, made = list[float](), list[list[int]](), dict[tuple[int, int, int], int]()
         orders = replica_orders(replica, *given, max_in_flight=job.max_in_flight, chunks=chunks)

@@ -23,7 +23,7 @@ from resihp.contracts import (
     Stage,
 )
 from resihp.contracts.layout import LAST_RANK
-from resihp.pipeline.orders import Pass, chunks_run, replica_orders
+from resihp.pipeline.orders import Pass, chunks_run, replayed_schedule, replica_orders
 from resihp.pipeline.replay import Replay, pass_durations, replay
 
 from .cost_model import GroupCost, group_cost, layer_cost, transfer_ms
@@ -158,7 +158,7 @@ def play_replica(
     loads   relative work of each microbatch
     chunks  model chunks per stage; of equal size if the replica has only one layer range per stage
     """
-    given = len(loads), schedule
+    given = len(loads), replayed_schedule(schedule, chunks)
     orders = replica_orders(replica, *given, max_in_flight=job.max_in_flight, chunks=chunks)
     if replica.chunks > 1:
         durations = _chunk_durations(job, replica, orders, loads, speeds, links)

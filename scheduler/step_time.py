@@ -61,10 +61,8 @@ class ReplicaTimes:
                 alike[len(replica.stages), order].append(row)
                 continue
             if (index, quota) not in self._replayed:
-                schedule = Schedule.INTERLEAVED if chunks > 1 else self._schedule
-                self._replayed[index, quota] = replica_makespan(
-                    self._job, replica, quota, self._speeds, schedule, self._links, chunks
-                )
+                given = self._speeds, self._schedule, self._links, chunks
+                self._replayed[index, quota] = replica_makespan(self._job, replica, quota, *given)
             ends[row] = self._replayed[index, quota]
         for (_, order), rows in alike.items():
             ends[rows] = pipeline_makespans(

@@ -213,13 +213,21 @@ def chunks_run(job: Job, replicas: Sequence[Replica], schedule: Schedule) -> lis
     return held
 
 
+def replayed_schedule(schedule: Schedule, chunks: int) -> Schedule:
+    """Schedule that stands for a job's with so many model chunks per stage: the interleaved one for
+    several, as orders that split backward passes (ZB-V, DualPipe) are known for one chunk only."""
+    return Schedule.INTERLEAVED if chunks > 1 else schedule
+
+
 def job_orders(
     job: Job, quotas: Sequence[int], layout: Layout | None = None
 ) -> list[list[tuple[Pass, ...]]]:
     """The orders of all replicas of a layout of the job under its schedule; default: its own."""
     replicas = (layout or job.layout).replicas
     chunks = chunks_run(job, replicas, job.schedule)
-    return [
-        replica_orders(replica, quota, job.schedule, max_in_flight=job.max_in_flight, chunks=count)
-        for replica, quota, count in zip(replicas, quotas, chunks, strict=True)
-    ]
+    orders = []
+    for replica, quota, count in zip(replicas, quotas, chunks, strict=True):
+        given = quota, replayed_schedule(job.schedule, count)
+        most = job.max_in_flight
+        orders.append(replica_orders(replica, *given, max_in_flight=most, chunks=count))
+    return orders

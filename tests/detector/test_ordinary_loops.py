@@ -5,9 +5,28 @@ from pathlib import Path
 import pytest
 
 from benchmarks._instrument_cells import LATE, Cell, cells, recorded_cells
+from detector import Detector
+from resihp.contracts import Cause
+from resihp.offline._read import read_trace
 
 FOLDER = Path(__file__).parent / "ordinary_loops"
 RECORDED = [cell for cell in cells(quick=False) if list(FOLDER.glob(f"{cell.name}-*.parquet"))]
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.stem)
+def test_the_step_of_every_schedule_is_foretold_and_diagnosed(file: Path) -> None:
+    """Of several model chunks with split backward passes too."""
+    trace = read_trace(file)
+    detector = Detector(trace.job)
+    expected = list[float | None]()
+    for batch in trace.batches():
+        detector.update(batch)
+        steps = sorted(set(batch.step.tolist()))
+        expected += [detector.step_time(step, 100.0).expected_ms for step in steps]
+    assert any(expected)
+    diagnosis = detector.diagnosis()
+    assert diagnosis.root_cause is Cause.DEVICE or "-1.5-" not in file.name
+    assert diagnosis.steps > 0
 
 
 def test_there_are_recordings_of_many_kinds_of_loops() -> None:

@@ -78,3 +78,18 @@ def test_equal_work_costs_nothing_more():
 def test_work_that_is_none_is_refused(work):
     with pytest.raises(ContractError, match="work"):
         make_plan(JOB, {}, work=work)
+
+
+def test_uneven_work_of_several_chunks_under_zero_bubble():
+    """As torch's ZB-V and DualPipe-V have them."""
+    layout = Layout.grid(dp=2, pp=2, tp=1, layers=4, chunks=2)
+    job = Job(
+        name="zbv",
+        layout=layout,
+        microbatches=8,
+        schedule=Schedule.ZERO_BUBBLE,
+        chunks=2,
+        actions=("quotas",),
+    )
+    plan = make_plan(job, {1: 0.5}, work=[1.0, 2.0])
+    assert plan.step_ms > make_plan(job, {1: 0.5}).step_ms
