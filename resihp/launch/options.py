@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,8 +63,16 @@ class Command:
         if self.kind == "program":
             return None if shutil.which(self.target) else f"{self.target}: no such program"
         package = self.target.partition(".")[0]
-        is_known = PathFinder.find_spec(package, [os.getcwd()]) or find_spec(package)
-        return None if is_known else f"{package}: no such module"
+        return None if _is_module(package) else f"{package}: no such module"
+
+
+def _is_module(name: str) -> bool:
+    """True if a module is in the current folder or on the path; `__main__` is the launcher's."""
+    try:
+        found = PathFinder.find_spec(name, [os.getcwd()]) or find_spec(name)
+    except ValueError:  # an empty name
+        return False
+    return found is not None and name != "__main__"
 
 
 @dataclass(frozen=True)
@@ -228,7 +237,7 @@ def _options(given: argparse.Namespace) -> Options:
         port = str(given.master_port or (DEFAULT_PORT if nodes > 1 or given.join else 0))
     if given.standalone:
         host, port = "127.0.0.1", "0"
-    host = host.strip("[]")
+    host = _checked_host(host, endpoint)
     if nodes > 1 and not (given.node_rank or given.join or store_url or is_this_machine(host)):
         _log.info("no --node-rank, and %s is no address of this machine: it is not node 0", host)
         node = 1  # nodes that have one in common are ordered by arrival
@@ -263,6 +272,24 @@ def _options(given: argparse.Namespace) -> Options:
     )
 
 
+def _checked_host(host: str, endpoint: str) -> str:
+    """Return a host without the brackets of an address of IPv6.
+
+    Raises `ValueError` for what can be neither a name nor an address.
+    """
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    is_valid = not set(bare) & set("[]/@") and not any(map(str.isspace, bare))
+    if is_valid and (":" in bare or bare != host):
+        try:
+            ip_address(bare)
+        except ValueError:
+            is_valid = False
+    if not is_valid:
+        forms = "HOST, HOST:PORT, [IPV6]:PORT or a URL of Redis"
+        raise ValueError(f"--rdzv-endpoint must be {forms}, not {endpoint!r}")
+    return bare
+
+
 def _range_of(name: str, given: str, read: Callable[[str], int | str]) -> tuple[int, int]:
     """Both ends of MIN:MAX, or twice a single number."""
     fewest, _, most = given.rpartition(":")
@@ -279,7 +306,8 @@ def _output(given: argparse.Namespace) -> Output:
     if folder is None and (redirects or any((tee or {}).values())):
         folder = Path("logs")
     if folder is not None:
-        folder /= f"{given.rdzv_id or NO_RUN}_{uuid.uuid4().hex[:8]}"
+        parts = [part for part in (given.rdzv_id or "").split("/") if part not in ("", ".", "..")]
+        folder /= f"{'/'.join(parts) or NO_RUN}_{uuid.uuid4().hex[:8]}"
     shown = given.local_ranks_filter
     return Output(
         folder,

@@ -104,6 +104,23 @@ def test_streams_of_single_ranks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        ("/x/y", "x/y_"),
+        ("../../x", "x_"),
+        ("a/../b", "a/b_"),
+        ("/", "none_"),
+        ("team/7", "team/7_"),
+    ],
+)
+def test_output_stays_in_its_folder_whatever_the_identity(run: str, name: str) -> None:
+    folder = parsed(f"--log-dir logs --rdzv-id {run} t.py").output.folder
+    assert folder is not None
+    assert str(folder.relative_to("logs")).startswith(name)
+    assert ".." not in folder.parts
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         ("--nproc-per-node 0 t.py", "--nproc-per-node must be a number of at least 1"),
@@ -113,6 +130,11 @@ def test_streams_of_single_ranks() -> None:
         ("--heartbeat 0 t.py", "--heartbeat must be a number of seconds above 0"),
         ("--shutdown-timeout x t.py", "--shutdown-timeout must be a number of seconds"),
         ("--nnodes 2 --node-rank 1 --rdzv-endpoint h:0 t.py", "several nodes need the port"),
+        ("--rdzv-endpoint [::1 t.py", "--rdzv-endpoint must be HOST, HOST:PORT"),
+        ("--rdzv-endpoint ::1 t.py", "not '::1'"),
+        ("--rdzv-endpoint [node-0]:1 t.py", "not '[node-0]:1'"),
+        ("--rdzv-endpoint http://x:1 t.py", "not 'http://x:1'"),
+        ("--master-addr http://x t.py", "not 'http://x:'"),
         ("--rdzv-endpoint h:99999 t.py", "the store's port must be at most 65535, not 99999"),
         ("--nnodes 2 --node-rank 1 --master-addr h --master-port x t.py", "the store's port must"),
         ("--heartbeat 1e15 t.py", "--heartbeat must be a number of seconds"),
@@ -150,6 +172,8 @@ def test_the_command_passes_everything_on(line: str, monkeypatch: pytest.MonkeyP
     [
         ("nothing.py", "nothing.py: no such file"),
         ("-m nothing.train", "nothing: no such module"),
+        ("-m __main__", "__main__: no such module"),
+        ("-m .train", ": no such module"),
         ("--no-python nothing-to-run", "nothing-to-run: no such program"),
     ],
 )
