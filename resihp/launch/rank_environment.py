@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from resihp._preemption import FILE, SECONDS, URL
-from resihp.contracts.node_memory import NODE_MEMORY, MemoryServers
+from resihp.contracts.node_memory import MEMORY_SERVERS, NODE_MEMORY, MemoryServers
 
 from .attempts import Attempt
 from .options import Options
@@ -38,7 +38,8 @@ class RankEnvironment:
         """Return the variables that the ranks have in common, in every attempt."""
         # Processes that all compute on every core slow each other down many times.
         threads = {"OMP_NUM_THREADS": "1"} if self._options.processes > 1 else {}
-        kept = {} if self._memory is None else {NODE_MEMORY: str(self._memory)}
+        # Also without one: this launcher may run in a rank of another job.
+        kept = {NODE_MEMORY: str(self._memory or ""), MEMORY_SERVERS: ""}
         notices = {FILE: str(self.notice), URL: "", SECONDS: ""}
         return {**threads, **os.environ, **kept, **notices}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from resihp.contracts.node_memory import NODE_MEMORY, MemoryServers
 from resihp.elastic.rendezvous import exit_status
 from resihp.launch import rank_environment
 from resihp.launch.attempts import Attempt
@@ -186,6 +187,21 @@ def test_ranks_are_interrupted_with_their_launcher(
             first.process.send_signal(number)
         assert first.status() == 128 + number
     assert "Traceback" not in first.err
+
+
+def test_a_launcher_in_a_rank_of_another_job_has_a_memory_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    outer = MemoryServers(token="t", servers=(("node-1", 1),), target=("node-1", 1))
+    for name, value in outer.to_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(NODE_MEMORY, "/dev/shm/outer")
+    for memory in (tmp_path, None):
+        environment = RankEnvironment(Options.parse([__file__]), "launcher", memory)
+        variables = environment.of_all_ranks()
+        environment.close()
+        assert MemoryServers.of_environment(variables) == MemoryServers()
+        assert variables[NODE_MEMORY] == ("" if memory is None else str(memory))
 
 
 @pytest.mark.parametrize(("given", "left"), [(None, "1"), ("4,5,6", "5"), ("", None), (" ", None)])
