@@ -14,11 +14,11 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from math import inf
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from resihp._preemption import NOTICED_STATUS, PreemptionNotice
+from resihp._preemption import NOTICED_STATUS, SIGNALS, PreemptionNotice
 from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import exit_status
 from resihp.elastic.rendezvous.store import address_towards
@@ -30,7 +30,7 @@ from .nodes import Nodes
 from .options import Options
 from .rank_environment import RankEnvironment
 from .rank_output import RankOutput, pass_on_all
-from .restart_plans import poller_of
+from .restart_plans import RestartPlanPoller, poller_of
 from .restart_policy import Failure, error_line, launcher_status
 
 if TYPE_CHECKING:
@@ -61,14 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     may_coordinate = (options.node == 0 or options.outlives_nodes) and not options.joins
     plans = poller_of(options.command, options.run) if may_coordinate else None
-    try:
-        nodes = Nodes(options, notice, plans)
-        options = replace(options, run=nodes.run)
-    except JobStoppedError as error:
-        _log.error("%s", error)
-        return exit_status.JOB_STOPPED
-    notice.start()
     _interrupt_by(signal.SIGHUP, signal.SIGQUIT)
+    nodes = _joined(options, notice, plans)
+    if isinstance(nodes, int):
+        return nodes
+    options = replace(options, run=nodes.run)
+    notice.start()
     with closing(notice), NodeMemoryFolder() as memory:  # a signal is handled to the last
         supervisor = Supervisor(options, nodes, memory, notice)
         try:
@@ -77,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _log.error("interrupted: the ranks may end; once more, and they are killed")
             with suppress(KeyboardInterrupt):
                 supervisor.interrupt()
-            return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+            return 128 + _number_of(interrupt)
         except FencedOutError as error:
             _log.error("%s", error)
             return exit_status.FENCED_OUT
@@ -88,6 +86,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             supervisor.close()
             if plans is not None:
                 plans.close()
+
+
+def _joined(
+    options: Options, notice: PreemptionNotice, plans: RestartPlanPoller | None
+) -> Nodes | int:
+    """Nodes of the job, or the exit status where there is none or a signal ends the wait for it."""
+    handlers_before = _interrupt_by(*SIGNALS)
+    try:
+        return Nodes(options, notice, plans)
+    except JobStoppedError as error:
+        _log.error("%s", error)
+        return exit_status.JOB_STOPPED
+    except KeyboardInterrupt as interrupt:
+        number = _number_of(interrupt)
+        _log.error("got %s: this node has not joined the job", signal.Signals(number).name)
+        return 128 + number
+    finally:
+        for each, handler in handlers_before.items():
+            signal.signal(each, handler)
 
 
 def _open_closed_streams() -> None:
@@ -103,16 +120,23 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
-def _interrupt_by(*signals: signal.Signals) -> None:
-    """Take these signals as Ctrl-C, unless they are ignored, as after `nohup`."""
+def _interrupt_by(*signals: signal.Signals) -> dict[signal.Signals, Any]:
+    """Take these signals as Ctrl-C, unless they are ignored, as after `nohup`.
+
+    Returns the handlers that were there, of those that are changed.
+    """
 
     def interrupt(number: int, _: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
 
-    if threading.current_thread() is threading.main_thread():
-        for each in signals:
-            if signal.getsignal(each) is signal.SIG_DFL:
-                signal.signal(each, interrupt)
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    changed = [each for each in signals if signal.getsignal(each) is signal.SIG_DFL]
+    return {each: signal.signal(each, interrupt) for each in changed}
+
+
+def _number_of(interrupt: KeyboardInterrupt) -> int:
+    return int(interrupt.args[0] if interrupt.args else signal.SIGINT)
 
 
 class _Rank:

@@ -93,6 +93,22 @@ def test_a_port_that_is_taken_is_said_in_a_line(caplog: pytest.LogCaptureFixture
     assert f"no store can be hosted at {store}: [Errno {errno.EADDRINUSE}]" in caplog.text
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_waits_for_node_0_is_interrupted_in_a_line(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]  # nobody listens there from now on
+    with launchers(tmp_path) as job:
+        job.store = f"127.0.0.1:{port}"
+        job.start(1)
+        job.until(lambda: "waiting for the store" in job.log(1))
+        job.stop(1, number)
+        assert job.status(1) == 128 + number, job.log(1)
+        assert f"got {number.name}: this node has not joined the job" in job.log(1)
+        assert "Traceback" not in job.log(1)
+
+
 @pytest.mark.parametrize("is_known_at_last", [True, False])
 def test_the_name_of_the_stores_host_may_be_late(
     monkeypatch: pytest.MonkeyPatch, is_known_at_last: bool
