@@ -178,6 +178,7 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
     missing = sorted(set(paths) - there) + missing_of(wanted, entries)
     if missing:
         raise CheckpointError(_lacks(missing))
+    _check_can_be_filled(wanted)
     read_tensors(reader, wanted, entries)
     _remove_all(state, [entry.path for entry in unsaved])
     for made in (*created, *made_of.values()):
@@ -203,6 +204,14 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
 
 def _lacks(keys: Sequence[str]) -> str:
     return f"it lacks {', '.join(keys[:6])}"
+
+
+def _check_can_be_filled(tensors: Sequence[TensorEntry]) -> None:
+    """Raise `ContractError` for an expanded tensor, whose elements share memory."""
+    for entry in tensors:
+        sizes = zip(entry.tensor.shape, entry.tensor.stride(), strict=True)
+        if entry.tensor.numel() and any(size > 1 and not stride for size, stride in sizes):
+            raise ContractError(entry.key, "is expanded: it cannot be filled in place, a clone can")
 
 
 def _left_to_owners(

@@ -164,6 +164,9 @@ def opened(state: State) -> OpenedState:
     if not isinstance(state, Mapping):
         _check_pieces(state)
         return OpenedState({f"{piece.key}{list(piece.offsets)}": piece for piece in state}, [])
+    for key, value in state.items():
+        if provider_of(value) is None:
+            _check_settable(state, (key,), value)
     providers: list[tuple[Path, StateProvider]] = []
     return OpenedState(_opened(state, (), providers), providers)
 
@@ -210,12 +213,29 @@ def overlap(one: Box, other: Box) -> Box | None:
 def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
     if isinstance(value, Mapping) and not _is_object(value, path):
         for key, inner in value.items():
-            yield from _leaves(inner, (*path, step_to(key)))
+            at = (*path, step_to(key))
+            if path:  # the state itself is a copy
+                _check_settable(value, at, inner)
+            yield from _leaves(inner, at)
     elif isinstance(value, list) and _is_open(value):
         for index, inner in enumerate(value):
             yield from _leaves(inner, (*path, index))
     else:
         yield path, value
+
+
+def _check_settable(container: Mapping[Any, object], path: Path, value: object) -> None:
+    """Raise `ContractError` for a value that a restore has to set in a mapping that cannot change.
+
+    Tensors are filled in place, and so are the values of a container inside it.
+    """
+    if hasattr(type(container), "__setitem__") or isinstance(value, Tensor | ShardedTensorPiece):
+        return
+    is_leaf = next((at == path for at, _ in _leaves(value, path)), False)
+    if is_leaf:
+        kind = type(container).__name__
+        reason = f"is no tensor, so that a restore could not set it in a {kind}: use a dict"
+        raise ContractError(name(path), reason)
 
 
 def step_to(key: Any) -> str | tuple[int | str]:

@@ -6,7 +6,9 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -141,6 +143,64 @@ def test_an_error_without_words_is_named_by_its_type(
     monkeypatch.setattr(disk, "open", fail)
     with pytest.raises(CheckpointError, match="unusable: TimeoutError"):
         back_from(disk)
+
+
+class Frozen(Mapping[str, object]):
+    """A mapping whose values cannot be set."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> object:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@pytest.mark.parametrize("kind", [MappingProxyType, Frozen])
+@pytest.mark.parametrize(
+    ("wrap", "key"),
+    [
+        (lambda inner: inner, "lr"),
+        (lambda inner: {"a": inner}, "a.lr"),
+        (lambda inner: {"a": {"b": [inner, {}]}}, "a.b.0.lr"),
+    ],
+)
+def test_values_that_a_restore_could_not_set_are_refused(
+    tmp_path: Path,
+    kind: Callable[[Mapping[str, object]], Mapping[str, object]],
+    wrap: Callable[[Mapping[str, object]], Mapping[str, object]],
+    key: str,
+) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        assert not saver.save(1, wrap(kind({"lr": 1.0, "w": torch.ones(2)})))
+        (reason,) = saver.counters.failures
+        assert f"{key}: is no tensor" in reason
+        filled = wrap(kind({"w": torch.ones(2), "inner": {"lr": 2.0}}))
+        assert saver.save(2, filled)  # the tensor in place, the value in a dict
+        assert saver.wait()
+        tensor, inner = torch.zeros(2), {"lr": 0.0}
+        saver.restore(wrap(kind({"w": tensor, "inner": inner})))
+    assert (tensor.tolist(), inner) == ([1.0, 1.0], {"lr": 2.0})
+
+
+def test_an_expanded_tensor_is_saved_and_not_filled_in_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        assert saver.save(1, {"a": {"row": torch.ones(1).expand(4)}})
+        assert saver.wait()
+        into = torch.zeros(1).expand(4)
+        with pytest.raises(ContractError, match=r"a\.row: is expanded: it cannot be filled"):
+            saver.restore({"a": {"row": into}})
+        assert "unusable" not in caplog.text
+        filled = into.clone()
+        saver.restore({"a": {"row": filled}})
+    assert filled.tolist() == [1.0] * 4
 
 
 def test_what_the_checkpoint_lacks_is_named(disk: LocalDisk) -> None:
