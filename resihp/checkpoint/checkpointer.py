@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from resihp._shutdown import cancel_close_at_exit, close_at_exit
 from resihp.contracts import CheckpointError, ContractError, FaultRate, Protection
 
-from .counters import Counters, ProblemLog
+from .counters import Counters, ProblemLog, log
 from .history import RunHistory, valid_step
 from .level_pipeline import LevelPipeline
 from .levels import HostMemory, Level, LocalDisk, PeerMemory
@@ -84,6 +85,8 @@ class Checkpointer:
                 self.ranks, [level.name for level in levels], self._problems, self._abandon
             )
         self._version, self._is_closed = 0, False
+        self._within: int | None = None
+        self._late_close_s: float | None = None
         self._last: CapturedState | None = None
         self._current: InFlightCheckpoint | None = None
         self._begun_s: float | None = None
@@ -108,8 +111,9 @@ class Checkpointer:
         Raises `ContractError` for a state that cannot be saved, and if `HostMemory` would keep more
         than the host cache can hold.
         """
-        self._stager.fit(state)
-        self._stager.move_to_huge_pages()
+        with self._before_close():
+            self._stager.fit(state)
+            self._stager.move_to_huge_pages()
 
     def save(self, step: int, state: State, extra: Mapping[str, object] | None = None) -> bool:
         """Begin a checkpoint, right after the optimizer's step.
@@ -123,23 +127,29 @@ class Checkpointer:
         (`counters.failures`). It does not say that the checkpoint is complete: see `wait` and
         `counters.levels`.
         """
-        vote, checkpoint = Vote(lambda: None, self._version), None
-        with self._boundary("save"):
-            if self._is_closed:
-                raise CheckpointError("the checkpointer has been closed")
-            checkpoint = self._save(valid_step(step), state, extra or {}, vote)
-        vote.begun.set_result(checkpoint)
-        if self._votes is not None and vote.version is not None:
-            self._votes.submit(vote)  # also after a failure, as the other ranks vote
+        with self._before_close():
+            vote, checkpoint = Vote(lambda: None, self._version), None
+            with self._boundary("save"):
+                if self._is_closed:
+                    raise CheckpointError("the checkpointer has been closed")
+                checkpoint = self._save(valid_step(step), state, extra or {}, vote)
+            vote.begun.set_result(checkpoint)
+            if self._votes is not None and vote.version is not None:
+                self._votes.submit(vote)  # also after a failure, as the other ranks vote
         return checkpoint is not None
 
     def fence(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Wait until these tensors (None: all) are copied; call it right before they change."""
-        self._last = None
-        with self._boundary("fence"):
-            self._fence(tensors)
-        if self._current is None:
-            self._cost_s = self._pause_s
+        with self._before_close():
+            last, self._last = self._last, None
+            try:
+                with self._boundary("fence"):
+                    self._fence(tensors)
+            except BaseException:  # a signal handler's: the state may stay as it is until `close`
+                self._last = last
+                raise
+            if self._current is None:
+                self._cost_s = self._pause_s
 
     def protection(self, faults: FaultRate) -> Protection:
         """Build `Job.protection` from the measured interval and cost, and the rate of faults.
@@ -201,8 +211,18 @@ class Checkpointer:
         If the last due `save` was skipped, for want of room or because a level was busy, the
         state is saved now, provided that it has not changed since. At the end of the program
         checkpointers that are still open are closed.
+
+        Of a signal handler that interrupts `save` or a fence this only notes the request, and the
+        interrupted call closes when it ends: the handler should return or raise, as `sys.exit`.
         """
         if self._is_closed:
+            return
+        if self._within == get_ident():
+            self._late_close_s = timeout_s
+            log.warning(
+                "close interrupts a save or fence, which closes when it ends: if the signal handler"
+                " ends the process before, checkpoints that are not complete are lost"
+            )
             return
         deadline_s = time.monotonic() + timeout_s
         self._is_closed = True
@@ -214,7 +234,7 @@ class Checkpointer:
             self._save_last(deadline_s)
         self._drain(deadline_s)
         self._pipeline.close(deadline_s)
-        self._stager.close()
+        self._stager.close(deadline_s)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -242,7 +262,7 @@ class Checkpointer:
 
     def _drain(self, deadline_s: float) -> bool:
         is_done = self._pipeline.wait(deadline_s)
-        with self._boundary("fence"):
+        with self._before_close(), self._boundary("fence"):
             self._fence(deadline_s=deadline_s)
         self._cost_s = self._pause_s
         return is_done
@@ -299,10 +319,14 @@ class Checkpointer:
             self.counters.no_buffer += 1
             return None
         self._pipeline.expect(checkpoint, able)
-        if self._votes is None:
-            checkpoint.settle(checkpoint.receivers)
-        self._stager.start(checkpoint, self._pipeline.pace(able, self._window_s))
-        self._pipeline.offer(checkpoint, able)
+        try:
+            if self._votes is None:
+                checkpoint.settle(checkpoint.receivers)
+            self._stager.start(checkpoint, self._pipeline.pace(able, self._window_s))
+            self._pipeline.offer(checkpoint, able)
+        except BaseException as problem:  # a signal handler's: `close` saves the state anew
+            self._pipeline.withdraw(checkpoint, able, problem)
+            raise
         if self._begun_s is not None:
             self._interval_s = checkpoint.begun_s - self._begun_s
         self._current, self._begun_s = checkpoint, checkpoint.begun_s
@@ -334,6 +358,28 @@ class Checkpointer:
         self.counters.vetoed += 1
         self._begun_s = None  # due again
         checkpoint.abandon(CheckpointAbandoned("another rank had no room"))
+
+    @contextmanager
+    def _before_close(self) -> Iterator[None]:
+        """Put off a `close` of a signal handler that interrupts this thread until the end.
+
+        It would wait for threads that wait for what this one holds: a lock, a chunk that it is
+        copying, a checkpoint that it has not yet given to the levels.
+        """
+        outer, self._within = self._within, get_ident()
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:  # a signal handler's, perhaps right before the release of a lock
+            if outer is None:
+                self._stager.release_lock()
+                self._pipeline.release_locks()
+            raise
+        finally:
+            self._within = outer
+            if outer is None and self._late_close_s is not None:
+                self.close(self._late_close_s)
 
     @contextmanager
     def _boundary(self, where: str) -> Iterator[None]:

@@ -19,7 +19,10 @@ from .staging.in_flight import (
     InFlightCheckpoint,
     Pace,
     ShardIdentity,
+    release_fully,
 )
+
+_POLL_S = 0.002
 
 
 class LevelWorker:
@@ -41,7 +44,8 @@ class LevelWorker:
         self.level, self.counters = level, counters
         self._problems, self._on_put, self._niceness = problems, on_put, niceness
         self._waiting: deque[InFlightCheckpoint] = deque()
-        self._is_busy = self._is_closed = False
+        self._putting: InFlightCheckpoint | None = None
+        self._is_closed = False
         self.tried: ShardIdentity | None = None
         self._changed = Condition()
         name = f"resihp-checkpoint-{type(level).__name__}"
@@ -52,7 +56,7 @@ class LevelWorker:
     def has_room(self) -> bool:
         """True if one more checkpoint would be accepted."""
         with self._changed:
-            limit = self.level.patience + (0 if self._is_busy else 1)
+            limit = self.level.patience + (0 if self._putting else 1)
             return not self._is_closed and len(self._waiting) < limit
 
     def offer(self, checkpoint: InFlightCheckpoint) -> bool:
@@ -73,10 +77,28 @@ class LevelWorker:
             self.counters.skipped += 1
             return self._waiting.popleft()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until every accepted checkpoint has been put; False on timeout."""
+    def release_unless_offered(self, checkpoint: InFlightCheckpoint) -> None:
+        """Release the blocks of a checkpoint of which the offer was perhaps interrupted."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._is_busy), timeout_s)
+            if checkpoint not in self._waiting and checkpoint is not self._putting:
+                checkpoint.leave(self.level.name)
+            self._changed.notify_all()
+
+    def release_lock(self) -> None:
+        """Release the lock if this thread still holds it."""
+        release_fully(self._changed)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until every accepted checkpoint has been put; False on timeout.
+
+        Holds no lock: a signal handler may interrupt this in order to `close`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self._waiting or self._putting:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def close(self, deadline_s: float) -> None:
         """Put what was accepted, until the deadline of the monotonic clock, and end the thread."""
@@ -99,7 +121,7 @@ class LevelWorker:
                 checkpoint.leave(self.level.name)
                 del checkpoint
                 with self._changed:
-                    self._is_busy = False
+                    self._putting = None
                     self._changed.notify_all()
 
     def _next(self) -> InFlightCheckpoint | None:
@@ -107,7 +129,7 @@ class LevelWorker:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if not self._waiting:
                 return None
-            self._is_busy = True
+            self._putting = self._waiting[0]  # first: `wait` reads both without the lock
             return self._waiting.popleft()
 
     def _put(self, checkpoint: InFlightCheckpoint) -> bool:
@@ -213,6 +235,22 @@ class LevelPipeline:
             worker.offer(checkpoint)
         for worker in self._first:
             worker.counters.skipped += worker not in receivers
+
+    def withdraw(
+        self,
+        checkpoint: InFlightCheckpoint,
+        receivers: Sequence[LevelWorker],
+        problem: BaseException,
+    ) -> None:
+        """End a checkpoint that perhaps not all of its receivers have been offered."""
+        checkpoint.abandon(CheckpointAbandoned(f"interrupted by {problem!r}"))
+        for worker in receivers:
+            worker.release_unless_offered(checkpoint)
+
+    def release_locks(self) -> None:
+        """Release the locks that this thread still holds."""
+        for worker in (*self._first, *self._after_disk):
+            worker.release_lock()
 
     def wait(self, deadline_s: float) -> bool:
         """Wait until every level has put what it accepted; False after the deadline.

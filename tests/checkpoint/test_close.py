@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -18,6 +24,7 @@ from resihp.checkpoint import (
     SharedStorage,
     checkpointer,
 )
+from resihp.checkpoint.level_pipeline import LevelPipeline
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 from tests.checkpoint.helpers import (
     GatedDisk,
@@ -236,3 +243,98 @@ def test_shared_storage_that_hangs_gets_the_newest_that_waits(tmp_path: Path) ->
     assert shared.steps() == [0, 3]
     for step in shared.steps():
         assert_stamped(back_from(shared, step=step)[1], step)
+
+
+def run_interrupted(call: Callable[[], object], line: int, handler: Callable[[], object]) -> bool:
+    """Run `call`, with a handler before one line of ours or of a lock, as Python handles signals.
+
+    Returns False if there are fewer lines.
+    """
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        nonlocal left
+        file = frame.f_code.co_filename
+        is_ours = "resihp/checkpoint" in file and frame.f_code.co_name != "_before_close"
+        if not is_ours and not file.endswith("/threading.py"):
+            return None
+        if event == "line":
+            left -= 1
+            if not left:
+                handler()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "stride", "raises"),
+    [("save", 43, False), ("save", 43, True), ("fence", 9, False), ("wait", 9, False),
+     ("wait", 9, True)],
+)  # fmt: skip
+def test_a_signal_handler_that_closes_loses_no_step(
+    tmp_path: Path, name: str, stride: int, raises: bool
+) -> None:
+    """Wherever it interrupts the thread that saves: that one may hold a lock, copy a chunk, or not
+    have given the checkpoint to the levels."""
+
+    def is_interrupted(line: int) -> bool:
+        disk, state = LocalDisk(tmp_path / str(line)), stamped(1)
+        saver = Checkpointer([HostMemory(), disk])
+
+        def end() -> None:
+            saver.close(60)
+            if raises:
+                raise SystemExit
+
+        assert saver.save(1, state)
+        assert saver.wait(60)
+        stamp(state, 2)
+        calls = {"save": lambda: saver.save(2, state), "fence": saver.fence, "wait": saver.wait}
+        if name != "save":
+            saver.save(2, state)
+        is_there = True
+        with suppress(SystemExit):
+            is_there = run_interrupted(calls[name], line, end)
+        saver.close(60)  # as at the end of the program
+        restored, into = back_from(disk)
+        assert_stamped(into, restored.step)
+        assert not [words for words in saver.counters.failures if "been closed" not in words]
+        assert restored.step == 2 or (name == "save" and saver.counters.started == 1), line
+        return is_there
+
+    assert any(not is_interrupted(line) for line in range(1, 3000, stride))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_handler_that_closes_between_the_copy_and_the_levels(
+    tmp_path: Path, raises: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = LocalDisk(tmp_path)
+    saver = Checkpointer([HostMemory(), disk])
+    assert saver.save(1, stamped(1))
+    assert saver.wait(60)
+    offer = LevelPipeline.offer
+
+    def interrupted(pipeline: LevelPipeline, *given: Any) -> None:
+        deadline = time.monotonic() + 60
+        while saver._stager._cache is None or saver._stager._cache.free:  # the copy has the blocks
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        saver.close(60)
+        if raises:
+            raise SystemExit
+        offer(pipeline, *given)
+
+    monkeypatch.setattr(LevelPipeline, "offer", interrupted)
+    with suppress(SystemExit):
+        saver.save(2, stamped(2))
+    saver.close(60)
+    assert "close interrupts a save" in caplog.text
+    assert_stamped(back_from(disk)[1], 2)

@@ -7,6 +7,7 @@ makes the training stream wait for the copies, not the host.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -87,10 +88,10 @@ class Copier:
         """Ask the thread to end after its current work."""
         self._queue.put(None)
 
-    def close(self) -> None:
-        """End the thread and wait for it."""
+    def close(self, deadline_s: float | None = None) -> None:
+        """End the thread and wait for it, until the deadline of the monotonic clock if given."""
         self.end()
-        self._thread.join()
+        self._thread.join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
 
     def _run(self) -> None:
         if self._stream is not None:

@@ -21,7 +21,14 @@ from .copier import Copier, address_of, chunks_of, write_order
 from .fence import FenceWait
 from .host_buffer import begin, collapse, populate
 from .host_cache import BLOCK_BYTES, HostCache
-from .in_flight import EncodeObjects, InFlightCheckpoint, Pace, ShardIdentity
+from .in_flight import (
+    CheckpointAbandoned,
+    EncodeObjects,
+    InFlightCheckpoint,
+    Pace,
+    ShardIdentity,
+    release_fully,
+)
 from .objects import ObjectSnapshots
 from .zero_copy import SCRATCH_BLOCKS, WRITERS
 
@@ -255,21 +262,29 @@ class Stager:
         assert self._copier is not None
         if checkpoint.is_safe and not self._copier.pins:
             return True
-        checkpoint.hurry.set()
+        if not checkpoint.hurry.is_set():
+            checkpoint.hurry.set()
         wait = FenceWait(checkpoint, self._copier, deadline_s)
         try:
             return wait.secure(_needed(checkpoint, tensors))
-        except BaseException as problem:
+        except Exception as problem:
             checkpoint.abandon(problem)  # the caller changes the state in any case
+            raise
+        except BaseException as problem:  # a signal handler's: the state may stay as it is
+            checkpoint.abandon(CheckpointAbandoned(f"interrupted by {problem!r}"))
             raise
         finally:
             self.room_s += wait.room_s
             self._copier.fence()
 
-    def close(self) -> None:
-        """End the copying thread."""
+    def release_lock(self) -> None:
+        """Release the lock of the checkpoints if this thread still holds it."""
+        release_fully(self._changed)
+
+    def close(self, deadline_s: float | None = None) -> None:
+        """End the copying thread, and wait for it; see `Copier.close`."""
         if self._copier is not None:
-            self._copier.close()
+            self._copier.close(deadline_s)
 
     def _fit_cache(self) -> HostCache:
         """Allocate the cache for the plan; raises `ContractError` if its size cannot work."""
