@@ -153,7 +153,10 @@ class Client:
         reported_by: int | None = None,
         detail: str = "",
     ) -> None:
-        """Report that these ranks have stopped, as seen by a survivor."""
+        """Report that these ranks have stopped, as seen by a survivor under a plan.
+
+        It counts for nothing of ranks that have joined with a later plan.
+        """
         body = {
             "ranks": list(ranks),
             "step": step,

@@ -70,6 +70,7 @@ class PlanningState:
     links           slow links and groups for which the last plan was made
     measured        ends of those that the detector named slow under the active plan
     joiners         ranks outside the layout that are ready to work
+    joined_with     version of the plan with which a rank last came into the layout
     rental          ski-rental account: cost of staying in the layout, and the plan not yet due
     retry           time of the next attempt after planning failed
     fail_stops      devices that stopped since the job was registered
@@ -89,6 +90,7 @@ class PlanningState:
     links: tuple[LinkVerdict, ...] = ()
     measured: tuple[tuple[int, ...], ...] = ()
     joiners: tuple[int, ...] = ()
+    joined_with: dict[int, int] = field(default_factory=dict)
     rental: SkiRental = field(default_factory=SkiRental)
     retry: PlanningRetry = field(default_factory=PlanningRetry)
     fail_stops: int = 0
@@ -146,6 +148,7 @@ class PlanningState:
         is_known = self.active_version == plan.version and self.active.digest == plan.digest
         if is_known or plan.version < self.active_version:
             return False
+        self._note_joined(plan)
         later = {version: known for version, known in self.plans.items() if version > plan.version}
         self.plans, self.active_version, self.acks = {plan.version: plan, **later}, plan.version, {}
         dead = {*lost, *(rank for rank, speed in self.speeds.items() if speed == 0.0)}
@@ -160,10 +163,25 @@ class PlanningState:
         """Record that the ranks work under a plan; True if it is a later one than before."""
         if version <= self.active_version or version not in self.plans:
             return False
+        self._note_joined(self.plans[version])
         self.active_version, self.measured = version, ()
         self.plans = {known: plan for known, plan in self.plans.items() if known >= version}
         self.remove_joiners(self.active.layout.ranks)
         return True
+
+    def _note_joined(self, plan: Plan) -> None:
+        """Record which ranks join with `plan`, which is about to be the active one."""
+        joined = self.joined_with
+        for rank in sorted(plan.layout.members - self.active.layout.members):
+            joined.pop(rank, None)  # it becomes the last of them
+            joined[rank] = plan.version
+        for rank in list(joined)[: max(len(joined) - _MOST_RANKS, 0)]:
+            del joined[rank]
+
+    def works_since(self, rank: int, version: int | None) -> bool:
+        """Return whether what is told of a rank under a plan can be true of it still: it has not
+        joined anew with a later one. `version` is None where the plan is not known."""
+        return version is None or version >= self.joined_with.get(rank, version)
 
     def acknowledge(
         self, version: int, rank: int, answer: str, pause_ms: float | None = None

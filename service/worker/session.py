@@ -271,9 +271,13 @@ class JobSession:
 
     def _failure(self, message: JobMessage) -> None:
         document = message.document()
-        self._event("failure", in_short(document))
-        ranks, step = document["ranks"], document["step"]
+        step, version = document["step"], document.get("plan_version")
         detail = document["detail"] or "reported dead"
+        ranks = [rank for rank in document["ranks"] if self.planning.works_since(rank, version)]
+        if not ranks:
+            log.info("late report of a failure", job=self.job.name, plan_version=version)
+            return
+        self._event("failure", in_short({**document, "ranks": ranks}))
         self.planning.forget_joiners()
         self._report(self._detector.report_failure(ranks, step=step, detail=detail))
 

@@ -23,7 +23,9 @@ from resihp.contracts import (
 )
 from resihp.contracts.codec import WireFormat, encode
 from scheduler import make_plan, replan, simulate
-from service.store.documents import JobMessage, MessageKind
+from service import Settings
+from service.store.documents import JobMessage, MessageKind, PendingChanges
+from service.worker.adapters import load_adapters
 from service.worker.forecast import Forecast, ForecastState
 from service.worker.planning import Planner, PlanningRetry, speeds_changed, speeds_of
 from service.worker.session import JobSession
@@ -331,6 +333,42 @@ def test_a_joiner_with_the_number_of_a_lost_rank_may_come_before_the_last_answer
     assert session.planning.active_version == 1
     assert session.planning.joiners == (6,)
     assert session.planning.speeds == {6: 1.0}
+
+
+def test_a_late_report_of_a_failure_counts_for_no_rank_that_has_come_back_since(sessions):
+    """A copy of the request, or another survivor's: it named the rank of an older plan."""
+
+    def report(session, version, *ranks):
+        lost = {"ranks": ranks, "step": 1, "plan_version": version, "detail": "lost"}
+        session.apply(JobMessage("90-0", MessageKind.FAILURE, json.dumps(lost).encode()))
+
+    def stopped(session):
+        return {rank for rank, speed in session.planning.speeds.items() if speed == 0.0}
+
+    adapters = load_adapters(Settings())
+    session = sessions(replace(adapters, executor=fake_adapters().executor))
+    tell(session, 0)
+    first = session.planning.active
+    report(session, 0, 6)
+    assert stopped(session) == {6}
+    without = session.planning.newest
+    tell(session, 1, version=without.version)
+    body = {"plan": to_json(replace(first, version=2)), "lost": [], "step": 2}
+    session.apply(JobMessage("91-0", MessageKind.OWN_PLAN, json.dumps(body).encode()))
+    tell(session, 2, version=2)
+    other = sessions(replace(adapters, executor=fake_adapters().executor))
+    other.resume(session.save())
+    for late in (session, other):
+        late.changes = PendingChanges()
+        report(late, 0, 6)
+        report(late, 1, 6)
+        assert not stopped(late)
+        assert not late.changes.events
+        report(late, 1, 3, 6)  # rank 3 has worked all the time
+        assert stopped(late) == {3}
+        assert dict(late.changes.events)["failure"]["ranks"] == [3]
+        report(late, 2, 6)
+        assert stopped(late) == {3, 6}
 
 
 def test_a_job_that_can_only_be_notified_gets_advice_and_no_plan(sessions):
