@@ -107,3 +107,49 @@ def test_a_job_that_starts_again_from_an_earlier_step_does_not_wait_for_that_of_
     first = Plan(version=0, layout=GRID, quotas=JOB.quotas)
     for plan in (source.wait(0, 1.0), source.joined(first, (), 60)):
         assert plan == replace(known, from_step=0)
+
+
+def test_the_sidecar_is_told_of_the_loss_before_the_joiner_that_takes_the_lost_number() -> None:
+    """It was told of the joiner first, whose number was at work in the plan that it knew, and of
+    the plan without it afterwards: the rank was neither lost nor ready to work."""
+    silence = ServiceError("no answer")
+    told: list[object] = []
+
+    class Returning(Answers):
+        """A sidecar that is away for the loss, and there when the joiner comes."""
+
+        is_away = True
+
+        def _tell(self, *what: object) -> None:
+            if self.is_away:
+                raise silence
+            told.append(what)
+
+        def report_failure(self, job: str, **_: object) -> None:
+            self._tell("failure")
+
+        def acknowledge(self, job: str, version: int, **_: object) -> None:
+            self._tell("ack", version)
+
+        def tell_plan(self, job: str, plan: Plan, *, lost: Collection[int]) -> None:
+            self._tell("plan", plan.version, sorted(lost))
+
+        def announce_joiners(self, job: str, *, ranks: Collection[int], step: int) -> None:
+            self._tell("joiners", sorted(ranks))
+
+        def plan(self, job: str, *, after: int, wait: float) -> Plan | None:
+            return None
+
+    lost, *survivors = GRID.ranks
+    client = Returning()
+    source = ServicePlans(client, JOB, patience=timedelta(seconds=0.01))  # type: ignore[arg-type]
+    first = Plan(version=0, layout=GRID, quotas=JOB.quotas)
+    own = source.after_loss(first, survivors, 3)
+    source.applied(own, survivors[0], 3, 1.0)
+    client.is_away = False
+    assert source.joined(own, (lost,), 4) is None
+    assert source.wait(own.version, 0.0) is None
+    assert told == [("plan", own.version, [lost]), ("joiners", [lost])]
+    source._reported = None  # as after another silence
+    assert source.wait(own.version, 0.0) is None
+    assert told[2:] == [("plan", own.version, [])], "it is no longer lost"

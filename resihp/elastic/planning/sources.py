@@ -138,10 +138,7 @@ class ServicePlans:
     def wait(self, after: int, seconds: float) -> Plan | None:
         """Long-poll the sidecar, after sending it the current plan if it may not know that."""
         try:
-            current = self._current
-            if current is not self._reported and current is not None:
-                self._client.tell_plan(self._job.name, current, lost=self._lost)
-                self._reported = current
+            self._tell_current(self._lost)
             plan = self._poll(after, seconds)
         except ServiceError as error:
             if not self._is_silent and not self._may_register_yet(error):
@@ -154,6 +151,13 @@ class ServicePlans:
             _log.info("plans come from the sidecar again")
         self._is_silent, self._unknown_since_s = False, None
         return plan
+
+    def _tell_current(self, lost: Collection[int]) -> None:
+        """Send the current plan if the sidecar may not know it. Raises `ServiceError`."""
+        current = self._current
+        if current is not self._reported and current is not None:
+            self._client.tell_plan(self._job.name, current, lost=lost)
+            self._reported = current
 
     def _may_register_yet(self, error: ServiceError) -> bool:
         if error.status != _UNKNOWN_JOB:
@@ -183,10 +187,12 @@ class ServicePlans:
     def joined(self, current: Plan, joiners: Collection[int], step: int) -> Plan | None:
         """The sidecar's plan with some of the joiners; that of `LocalPlans` if it is silent.
 
-        None if the sidecar has no use for them now; it may offer a plan with them later.
+        None if the sidecar has no use for them now; it may offer a plan with them later. It takes
+        none for a joiner whose number is still at work in the plan that it knows.
         """
-        self._lost -= set(joiners)
+        lost, self._lost = self._lost, self._lost - set(joiners)
         try:
+            self._tell_current(lost)
             self._client.announce_joiners(self._job.name, ranks=joiners, step=step)
             return self._await_plan(current, {*current.layout.ranks, *joiners})
         except ServiceError as error:
