@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -154,8 +155,11 @@ def replan(
     slow = LinkSlowdowns.of(job, links)
     if current.microbatches != job.microbatches:
         raise ContractError("quotas", f"must sum to microbatches ({job.microbatches})")
+    _require_layers(job, current.layout)
     if horizon_steps is not None and horizon_steps < 0:
         raise ContractError("horizon_steps", "must be 0 or more")
+    if restart_ms is not None and not 0.0 <= restart_ms < math.inf:  # nor NaN
+        raise ContractError("restart_ms", f"must be finite and 0 or more, not {restart_ms}")
     dead = _dead_ranks(current.layout, known)
     if not job.takes_layouts:
         given = job, current, known, slow, dead, rental, horizon_steps, step
@@ -249,8 +253,7 @@ class _PlanSearch:
     ) -> _PlanSearch:
         """Check what a caller gave. Raises `ContractError`."""
         known, current = speed_map(speeds), layout or job.layout
-        if current.layers != job.layout.layers:
-            raise ContractError("layout", f"holds {current.layers} layers, not {job.layout.layers}")
+        _require_layers(job, current)
         slow = LinkSlowdowns.of(job, links)
         return cls(job, current, known, slow, version, from_step, expired)
 
@@ -386,6 +389,11 @@ class _PlanSearch:
             reason=(*why, *found.why),
             action=Action.LAYOUT if Action.LAYOUT in job.actions else Action.RESTART,
         )
+
+
+def _require_layers(job: Job, layout: Layout) -> None:
+    if layout.layers != job.layout.layers:
+        raise ContractError("layout", f"holds {layout.layers} layers, not {job.layout.layers}")
 
 
 def _dead_ranks(layout: Layout, speeds: Mapping[int, float]) -> list[int]:

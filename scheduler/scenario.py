@@ -41,14 +41,14 @@ class FaultEvent:
     until_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.at_s < 0:
-            raise ContractError("at_s", "must be 0 or more")
+        if not 0.0 <= self.at_s < math.inf:  # nor NaN
+            raise ContractError("at_s", f"must be finite and 0 or more, not {self.at_s}")
         if self.rank < 0:
             raise ContractError("rank", "must be 0 or more")
         if not 0.0 <= self.speed <= 1.0:
             raise ContractError("speed", "must be within 0..1")
-        if self.until_s is not None and self.until_s <= self.at_s:
-            raise ContractError("until_s", "must be after at_s")
+        if self.until_s is not None and not self.at_s < self.until_s < math.inf:
+            raise ContractError("until_s", f"must be finite and after at_s, not {self.until_s}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class Scenario:
     restart_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if self.hours <= 0:
-            raise ContractError("hours", "must be above 0")
-        if self.restart_s < 0:
-            raise ContractError("restart_s", "must be 0 or more")
+        if not 0.0 < self.hours < math.inf:
+            raise ContractError("hours", f"must be finite and above 0, not {self.hours}")
+        if not 0.0 <= self.restart_s < math.inf:
+            raise ContractError("restart_s", f"must be finite and 0 or more, not {self.restart_s}")
 
     def speeds_at(self, seconds: float) -> dict[int, float]:
         """Speeds of unhealthy devices at a time."""

@@ -55,6 +55,9 @@ def slow_links(gbytes_per_s):
         ((4, 2), {}, "quotas"),
         ((4, 4), {"horizon_steps": -5}, "horizon_steps"),
         ((4, 4), {"time_limit_s": float("nan")}, "time_limit_s"),
+        ((4, 4), {"restart_ms": -1.0}, "restart_ms"),
+        ((4, 4), {"restart_ms": float("nan")}, "restart_ms"),
+        ((4, 4), {"restart_ms": float("inf")}, "restart_ms"),
     ],
 )
 def test_what_a_change_cannot_be_made_for_is_refused(quotas, given_, field):
@@ -62,6 +65,16 @@ def test_what_a_change_cannot_be_made_for_is_refused(quotas, given_, field):
     with pytest.raises(ContractError) as caught:
         replan(one, Plan(version=0, layout=one.layout, quotas=quotas), {0: 0.5}, step=1, **given_)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("action", ["layout", "quotas", "restart", "notify"])
+@pytest.mark.parametrize("layers", [4, 16])
+def test_a_current_layout_of_other_layers_is_refused_whatever_the_job_takes_on(action, layers):
+    one = job(actions=(action,))
+    other = Layout.grid(dp=2, pp=2, tp=2, layers=layers, units=8)
+    current = Plan(version=0, layout=other, quotas=one.quotas)
+    with pytest.raises(ContractError, match=f"layout: holds {layers} layers, not 8"):
+        replan(one, current, {0: 0.5}, step=1)
 
 
 @pytest.mark.parametrize(

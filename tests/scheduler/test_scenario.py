@@ -1,11 +1,20 @@
 """Scenarios: speeds over time, pauses, and the work that gets done."""
 
 import math
+from functools import partial
 
 import pytest
 
 from resihp.contracts import ContractError, Job, LayerCost, Layout
-from scheduler.scenario import PolicyRun, Segment, parse_scenario, play_scenario, throughput
+from scheduler.scenario import (
+    FaultEvent,
+    PolicyRun,
+    Scenario,
+    Segment,
+    parse_scenario,
+    play_scenario,
+    throughput,
+)
 
 TEXT = """
 hours = 1
@@ -40,6 +49,22 @@ def test_speeds_follow_the_faults():
     assert scenario.speeds_at(600) == {1: 0.5}
     assert scenario.speeds_at(1200) == {}
     assert scenario.speeds_at(3000) == {2: 0.0}
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (Scenario, "hours"),
+        (partial(Scenario, hours=1.0), "restart_s"),
+        (partial(FaultEvent, rank=0, speed=0.5), "at_s"),
+        (partial(FaultEvent, rank=0, speed=0.5, at_s=0.0), "until_s"),
+    ],
+)
+def test_a_time_that_is_none_is_refused_from_python_as_from_a_file(make, field, value):
+    with pytest.raises(ContractError) as caught:
+        make(**{field: value})
+    assert caught.value.field == field
 
 
 def test_work_done_counts_steps_outside_of_pauses():
