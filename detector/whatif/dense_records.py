@@ -51,8 +51,13 @@ class DenseRecords:
 
     @classmethod
     def of(cls, job: Job, layout: Layout, batches: Iterable[TelemetryBatch]) -> DenseRecords | None:
-        """The records of the newest plan version; None if there is no compute record."""
-        rows = _PlacedRecords.of(layout, _newest(batches), max(job.quotas))
+        """The records of the newest plan version; None if there is no compute record.
+
+        A broken rank may have sent thousands of microbatches of a step. Those beyond the largest
+        quota and four times as many as ranks usually have are left out where the arrays would have
+        more than a million cells.
+        """
+        rows = _PlacedRecords.of(layout, _newest(batches), job.chunks, max(job.quotas))
         if not np.isin(rows.batch.op[rows.batch.microbatch >= 0], _COMPUTE).any():
             return None
         stages, dp, steps = layout.pp, layout.dp, rows.steps.size
@@ -87,6 +92,9 @@ class DenseRecords:
 
 
 _COMPUTE = (Op.FORWARD, Op.BACKWARD)
+_SPARE, _FEW_CELLS = 4, 2**20
+"""Microbatches of a step as a multiple of what ranks usually have, and cells of an array, up to
+which none is left out."""
 _SAME = 1e-4
 """Least relative difference of timers within a group that are each rank's own."""
 
@@ -103,24 +111,32 @@ class _PlacedRecords:
     peer_stage: Ints
 
     @classmethod
-    def of(cls, layout: Layout, batch: TelemetryBatch, most: int) -> _PlacedRecords:
+    def of(cls, layout: Layout, batch: TelemetryBatch, chunks: int, quota: int) -> _PlacedRecords:
         places = np.array([(p.rank, p.dp, p.pp, p.tp) for p in layout.places()]).T
         places = places[:, np.argsort(places[0])]
         batch = batch.select(positions(places[0], batch.rank) >= 0)
         found = positions(places[0], batch.rank)
+        steps, step = np.unique(batch.step, return_inverse=True)
+        step = step.reshape(-1)
+        number = numbered(step * layout.dp + places[1][found], batch.microbatch, quota)
+        slots = int(places[3].max()) + 1
+        few = _FEW_CELLS // (2 * slots * layout.pp * chunks * layout.dp * max(steps.size, 1))
+        if int(number.max(initial=-1)) >= max(quota, few):
+            some = np.isin(batch.op, _COMPUTE) & (number >= 0)
+            own = step[some] * places.shape[1] + found[some]
+            rows = number < max(quota, few, _SPARE * _usual_count(own, number[some]))
+            batch, found, step, number = batch.select(rows), found[rows], step[rows], number[rows]
         _, dp, pp, tp = places[:, found]
         peer = positions(places[0], batch.peer)
-        steps, step = np.unique(batch.step, return_inverse=True)
-        part = step.reshape(-1) * layout.dp + dp
         at = {
             "dp": dp,
             "stage": pp,
             "chunk": batch.chunk.astype(np.int64) * layout.pp + pp,
             "step": step,
-            "microbatch": numbered(part, batch.microbatch, most),
+            "microbatch": number,
         }
         beyond = np.where(peer >= 0, places[2][peer], -1)
-        return cls(batch, at, steps, tp, int(places[3].max()) + 1, beyond)
+        return cls(batch, at, steps, tp, slots, beyond)
 
     def fill(
         self, shape: tuple[int, ...], op: Op, *axes: str, add: bool = False, all_: bool = False
@@ -188,6 +204,12 @@ class _PlacedRecords:
         one = _means(shape, times, (link, dp, step, mb), mb >= 0)
         every = _means(shape[:3], times, (link, dp, step), mb < 0)
         return np.where(np.isnan(one), every[..., None], one)
+
+
+def _usual_count(owner: Ints, microbatch: Ints) -> int:
+    """Median number of different microbatches of an owner; 0 where there is none."""
+    _, counts = np.unique(np.unique((owner << 32) | microbatch) >> 32, return_counts=True)
+    return int(np.median(counts)) if counts.size else 0
 
 
 def _means(

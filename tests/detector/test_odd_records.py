@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from detector import Detector, DetectorSettings
+from detector.diagnosis import diagnose
 from detector.expectation.cross_stage import CrossStageModel
 from detector.rank_table import RankTable
 from detector.step_assembler import numbered
+from detector.whatif.dense_records import DenseRecords
 from resihp.contracts import Job, Layout, Status, TelemetryBatch, Verdict
 from resihp.contracts.telemetry import MOST_MS
 from resihp.testing.scenarios import Fault, steps_of
@@ -148,6 +150,43 @@ def test_large_messages_of_a_plan_that_never_comes_are_not_all_kept() -> None:
         assert detector.update(large) == []
         sizes.append(len(detector.save()))
     assert sizes[0] < sizes[1] < sizes[2] == sizes[3] == sizes[4]
+
+
+def test_thousands_of_microbatches_of_one_rank_make_the_diagnosis_no_larger() -> None:
+    """They took 1 GB with 64 steps, and a minute in which a worker did nothing else."""
+    job = Job(name="job", layout=Layout.grid(dp=8, pp=4, tp=1, layers=8), microbatches=32)
+    steps = list(steps_of(job, LENGTHS, steps=32, seed=3))
+    count, odd = 2_000, list[TelemetryBatch]()
+    for step in steps:
+        made_up = TelemetryBatch(
+            rank=np.zeros(count, int), step=np.full(count, step.step[0]), op=np.zeros(count, int),
+            microbatch=np.arange(100, 100 + count), compute_ms=np.full(count, 5.0),
+            tokens=np.full(count, 900), sum_sq_len=np.full(count, 9_000),
+        )  # fmt: skip
+        odd.append(TelemetryBatch.concat([step, made_up]))
+    usual, broken = (DenseRecords.of(job, job.layout, batches) for batches in (steps, odd))
+    assert usual is not None
+    assert broken is not None
+    assert broken.passes.size <= 2**20
+    assert np.array_equal(broken.passes[..., :4], usual.passes, equal_nan=True)
+    assert diagnose(job, job.layout, odd).steps == 32
+
+
+def test_of_replicas_with_other_numbers_of_microbatches_none_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their job says that each has one: as of a loop that was described before it ran."""
+    monkeypatch.setattr("detector.whatif.dense_records._FEW_CELLS", 0)
+    layout = Layout.grid(dp=8, pp=2, tp=1, layers=8)
+    job = Job(name="job", layout=layout, microbatches=8 * 24)
+    replica, batches = RankTable.of(layout).dp, list[TelemetryBatch]()
+    for step in steps_of(job, LENGTHS, steps=8, seed=3):
+        batches.append(step.select(step.microbatch < 3 * (1 + replica[step.rank])))
+    told = replace(job, microbatches=8, quotas=())
+    found = DenseRecords.of(told, layout, batches)
+    assert found is not None
+    assert found.quotas == tuple(range(3, 27, 3))
+    assert np.isfinite(found.passes).sum() == sum(map(len, batches))
 
 
 def test_numbers_are_dense_within_each_part() -> None:
