@@ -118,8 +118,9 @@ class LayoutState(Persistent):
             annotations.explained = self.replicas.explains(now, excess, table.slow_run + 1)
             now = replace(now, able=now.able & ~annotations.explained)
         now, waits_for = self.correlated.attribute(self.tests, now)
-        named = table.status == FAIL_SLOW
+        named, healthy = table.status == FAIL_SLOW, table.status == HEALTHY
         table.update(self.tests, now, annotations.annotated)
+        annotations.forget_probes(healthy & (table.status == HEALTHY))
         self.passes.clear(named & (table.status == HEALTHY))
         annotations.note_waiting(waits_for)
         annotations.mark(SILENT, self.assembler.silent, step)
@@ -256,7 +257,7 @@ class LayoutState(Persistent):
         at = self._position(result.rank)
         if at < 0:
             return
-        self.annotations.observations[at] = result.words
+        self.annotations.note_probe(at, result.kind.value, result.words)
         slowdown = max(float(self.status_table.factor[at]), self._settings.min_slowdown)
         gain = probe_gain(result, slowdown)
         # A processor slowed by heat shows in GEMM, a memory fault in bandwidth, so that a clean

@@ -120,19 +120,21 @@ def _odds(evidence: float) -> str:
 class Annotations(Persistent):
     """Evidence on ranks other than their own slowness; by their positions in the layout.
 
-    notes         why a rank is inconclusive, or which rank it waits for
-    observations  what its host or a probe shows; changes no status
-    explained     ranks whose excess could be more work for their replica, over ranks
+    notes      why a rank is inconclusive, or which rank it waits for
+    hosts      what its host shows; changes no status
+    probes     what its last probes show, by their kind; change no status
+    explained  ranks whose excess could be more work for their replica, over ranks
     """
 
-    _saved = ("notes", "observations", "explained")
+    _saved = ("notes", "hosts", "probes", "explained")
     notes: dict[int, tuple[str, ...]]
-    observations: dict[int, str]
+    hosts: dict[int, str]
+    probes: dict[int, dict[str, str]]
 
     def __init__(self, places: RankTable, table: StatusTable) -> None:
         self._places, self._table = places, table
         self.notes = {}
-        self.observations = {}
+        self.hosts, self.probes = {}, {}
         self.explained = np.zeros(places.size, bool)
 
     @property
@@ -144,7 +146,7 @@ class Annotations(Persistent):
         """Ranks of which `notes_of` has something to say while they are healthy."""
         ends = {rank for link in slow_links for rank in (link.rank, *link.group)}
         at = self._places.index(np.array(sorted(ends), np.int64))
-        return self._mask([*self.notes, *self.observations, *at[at >= 0].tolist()])
+        return self._mask([*self.notes, *self.hosts, *self.probes, *at[at >= 0].tolist()])
 
     def _mask(self, positions: Iterable[int]) -> Bools:
         mask = np.zeros(self._places.size, bool)
@@ -174,12 +176,19 @@ class Annotations(Persistent):
 
     def note_hosts(self, slow: Bools, factor: Floats) -> None:
         """Notes the ranks whose hosts are slow, and by how much."""
-        self.observations = {
-            at: words for at, words in self.observations.items() if not words.startswith("its host")
+        self.hosts = {
+            at: f"its host spends {factor[at]:.1f} times as long on data as its peers'"
+            for at in np.flatnonzero(slow).tolist()
         }
-        for at in np.flatnonzero(slow).tolist():
-            words = f"its host spends {factor[at]:.1f} times as long on data as its peers'"
-            self.observations[at] = words
+
+    def note_probe(self, at: int, kind: str, words: str) -> None:
+        """Notes what a probe shows of the rank at a position."""
+        self.probes.setdefault(at, {})[kind] = words
+
+    def forget_probes(self, over: Bools) -> None:
+        """Drops what probes showed of ranks of which it holds no longer."""
+        for at in [at for at in self.probes if over[at]]:
+            del self.probes[at]
 
     def notes_of(self, at: int, slow_links: Sequence[LinkVerdict]) -> tuple[str, ...]:
         """All sentences on the rank at a position."""
@@ -189,7 +198,8 @@ class Annotations(Persistent):
             for link in slow_links
             if link.rank == rank or rank in link.group
         ]
-        observed = [self.observations[at]] if at in self.observations else []
+        observed = [self.hosts[at]] if at in self.hosts else []
+        observed += [words for _, words in sorted(self.probes.get(at, {}).items())]
         if table.status[at] == INCONCLUSIVE and self.explained[at] and not self.notes.get(at):
             observed.append(_EXPLAINED)
         if table.turns[at] and table.status[at] == FAIL_SLOW:

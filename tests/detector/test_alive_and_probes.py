@@ -250,6 +250,55 @@ def test_an_answer_joins_the_evidence() -> None:
     assert for_it < against
 
 
+def loading(steps: Iterator[TelemetryBatch]) -> Iterator[TelemetryBatch]:
+    """Steps with the loading of data, which takes the host of rank 2 long from step 8 on."""
+    for step in steps:
+        at = np.full(8, step.step[0])
+        ms = np.where((np.arange(8) == 2) & (at >= 8), 90.0, 10.0)
+        data = TelemetryBatch(
+            rank=np.arange(8), step=at, microbatch=np.full(8, -1), op=np.full(8, Op.DATA),
+            compute_ms=ms,
+        )  # fmt: skip
+        yield TelemetryBatch.concat([step, data])
+
+
+def test_each_kind_of_probe_and_the_host_have_a_sentence_until_the_rank_is_healthy() -> None:
+    """The one of the memory probe replaced that of the other, and the host's both; and what probes
+    had shown stayed with the rank until the next layout."""
+
+    def said() -> list[str]:
+        evidence = detector.verdicts()[2].evidence
+        return [w for w in evidence if "probe" in w or w.startswith("its host")]
+
+    stream = loading(slowly_failing())
+    detector = suspicious(stream)
+    for kind, rank_ms in ((ProbeKind.MEMORY, 0.8), (ProbeKind.GEMM, 1.2), (ProbeKind.GEMM, 1.04)):
+        times = {"rank_ms": rank_ms, "reference_ms": 1.0}
+        detector.probe_result(ProbeResult(rank=2, reference=3, kind=kind, **times))
+    detector.update(next(stream))
+    assert detector.verdicts()[2].status is Status.SUSPECT
+    assert Detector.restore(JOB, detector.save()).save() == detector.save()
+    assert [words[:15] for words in said()] == [
+        "its host spends",
+        "a gemm probe to",
+        "a memory probe ",
+    ]
+    assert said()[1:] == [
+        "a gemm probe took 1.04 times as long as on rank 3",
+        "a memory probe took 0.80 times as long as on rank 3",
+    ]
+    back = None
+    for step in loading(steps_of(JOB, [300, 700, 2000], steps=80, seed=5)):
+        if step.step[0] <= (detector.verdicts()[0].step or 0):
+            continue
+        for verdict in detector.update(step):
+            back = verdict if verdict.rank == 2 else back
+    assert back is not None
+    assert back.status is Status.HEALTHY
+    assert "a gemm probe took 1.04 times as long as on rank 3" in back.evidence  # as it comes back
+    assert [words[:8] for words in said()] == ["its host"]
+
+
 @pytest.mark.parametrize(
     ("rank_ms", "reference_ms"),
     [(0.0, 1.0), (np.inf, 1.0), (np.nan, 1.0), (1e308, 1e-3), (1e-320, 1e15)],
