@@ -139,6 +139,14 @@ class Detector(Persistent):
         self._pending = {}
         return [changed[rank] for rank in sorted(changed)]
 
+    def _drop_pending(self) -> None:
+        """Forget verdicts that wait to be told and no longer hold on a new layout."""
+        pending = self._pending
+        now = {v.rank: v.status for v in self._verdicts_at(self._positions(sorted(pending)))}
+        self._pending = {
+            rank: verdict for rank, verdict in pending.items() if now.get(rank) is verdict.status
+        }
+
     def _take(self, batch: TelemetryBatch) -> None:
         assembler = self._layout_state.assembler
         self._judge(assembler.add(batch))
@@ -219,9 +227,12 @@ class Detector(Persistent):
         self._recent.clear()
         self._processes.keep(self._is_known)
         self._drop_notes()
+        self._drop_pending()
         early = list(self._ahead)
         self._ahead.clear()
-        changed = [verdict for batch in early for verdict in self.update(batch)]
+        self._ahead.extend(batch for batch in early if batch.plan_version > plan.version)
+        now = (batch for batch in early if batch.plan_version <= plan.version)
+        changed = [verdict for batch in now for verdict in self.update(batch)]
         self._pending.update({verdict.rank: verdict for verdict in changed})
 
     def heartbeat(self, ranks: Iterable[int], now: float) -> list[Verdict]:

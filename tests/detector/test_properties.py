@@ -210,6 +210,37 @@ def test_verdicts_of_records_that_came_before_their_plan_are_returned_by_the_nex
         assert same.update(TelemetryBatch.empty(plan_version=1)) == []
 
 
+def test_a_verdict_that_waits_to_be_told_is_not_told_of_a_rank_that_has_left_since() -> None:
+    """A second plan before any record of the first: the rank was named as working, and slow."""
+    fewer = Layout(tuple(replica for replica in LAYOUT.replicas if 5 not in replica.ranks))
+    for layout, told in ((fewer, []), (LAYOUT, [(5, Status.FAIL_SLOW)])):
+        detector = run(batches(with_lengths=True, steps=6))
+        for batch in batches(with_lengths=True)[6:]:
+            detector.update(replace(batch, plan_version=1))
+        detector.apply_plan(Plan(version=1, layout=LAYOUT, quotas=JOB.quotas))
+        assert list(detector._pending) == [5]
+        quotas = JOB.quotas if layout is LAYOUT else (6, 5, 5)
+        detector.apply_plan(Plan(version=2, layout=layout, quotas=quotas))
+        verdicts = detector.update(TelemetryBatch.empty(plan_version=2))
+        assert [(verdict.rank, verdict.status) for verdict in verdicts] == told
+        status = {verdict.rank: verdict.status for verdict in detector.verdicts()}
+        assert status[5] is Status.FAIL_SLOW  # on probation where it has left
+
+
+def test_records_of_a_plan_that_is_still_to_come_are_counted_once() -> None:
+    stream = batches(with_lengths=True)
+    detector = run(stream[:6])
+    for batch in stream[6:16]:
+        detector.update(replace(batch, plan_version=3))
+    ahead = sum(map(len, stream[6:16]))
+    for version in (1, 2, 3):
+        assert detector.counters["ahead"] == ahead
+        detector.apply_plan(Plan(version=version, layout=LAYOUT, quotas=JOB.quotas))
+    assert detector.counters["ahead"] == ahead
+    ((verdict,), _) = (detector.update(TelemetryBatch.empty(plan_version=3)) for _ in range(2))
+    assert (verdict.rank, verdict.status) == (5, Status.FAIL_SLOW)
+
+
 def test_a_rank_that_falls_silent_is_inconclusive_until_it_is_back() -> None:
     stream = batches(with_lengths=True, steps=24)
     detector = Detector(JOB, settings=SETTINGS)
