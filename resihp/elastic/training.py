@@ -13,12 +13,16 @@ from resihp.contracts import ContractError, Job, Plan
 from .checkpointing.settings import Checkpoints
 from .monitoring import TrainingMonitor, attach_monitor
 from .planning.sources import LocalPlans, PlanSource, ServicePlans
+from .rendezvous import keys
 from .rendezvous.environment import Environment
 from .rendezvous.store import Timeouts
 from .reshard.buffers import ReshardBudget
 from .state.events import Callbacks
 from .step import Setup
 from .trainer import Trainer
+
+_trained: set[Environment] = set()
+"""Of the jobs that this process has trained."""
 
 
 def train(
@@ -35,7 +39,7 @@ def train(
     checkpoints: Checkpoints | None = None,
     interface: str | None = None,
 ) -> Trainer:
-    """Train until `steps` updates have been made; every process of the job calls this.
+    """Train until `steps` updates have been made; every process of the job calls this, once.
 
     url, token   of the sidecar (default: `RESIHP_URL`, `RESIHP_TOKEN`); without a url the scheduler
                  plans in this process
@@ -51,7 +55,8 @@ def train(
     where there is no time for that. A notice is SIGTERM, the file that `RESIHP_PREEMPTION_FILE`
     names, or an answer of `RESIHP_PREEMPTION_URL`; one that names no time leaves
     `RESIHP_PREEMPTION_SECONDS`, else as much time as is needed. A launcher sets these variables by
-    its options. Raises as `Trainer.run` does, and `ContractError` if the environment does not fit.
+    its options. Raises as `Trainer.run` does, and `ContractError` if the environment does not fit,
+    or if the job that it names has ended in this process before.
     """
     environment, timeouts = Environment.read(os.environ), timeouts or Timeouts()
     notice = PreemptionNotice.of_environment(os.environ)
@@ -60,6 +65,7 @@ def train(
         held = f"is {environment.world_size}: there is no rank"
         raise ContractError("WORLD_SIZE", f"{held} {min(missing)}, which the layout needs")
     server = environment.host_store(timeouts)
+    _require_unended(environment, timeouts)
     members = range(environment.world_size)
     callbacks = callbacks or Callbacks()
     setup = replace(setup, max_in_flight=job.max_in_flight)
@@ -82,6 +88,17 @@ def train(
         notice.close()
     del server  # not before the last step
     return trainer
+
+
+def _require_unended(environment: Environment, timeouts: Timeouts) -> None:
+    """Raise `ContractError` where the store of the launcher still has the end of the job before."""
+    if environment in _trained and environment.connect(timeouts).check([keys.FINISHED]):
+        raise ContractError(
+            "job",
+            "that of this process has ended: a process trains one elastic job, so start another "
+            "for the next",
+        )
+    _trained.add(environment)
 
 
 def _plans(job: Job, url: str | None, token: str | None, timeouts: Timeouts) -> PlanSource:

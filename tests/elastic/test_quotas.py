@@ -153,6 +153,22 @@ def test_fewer_microbatches_than_ranks() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"ahead": -1}, "ahead: must be 0 or more, not -1"),
+        ({"ahead": 1.5}, "ahead: must be a whole number, not 1.5"),
+        ({"microbatches": "2"}, "microbatches: must be a whole number, not '2'"),
+        ({"microbatches": 2.0}, "microbatches: must be a whole number, not 2.0"),
+    ],
+)
+def test_numbers_that_are_none(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ContractError) as refused:
+        Quotas(**{"microbatches": 2, **given})
+    assert str(refused.value) == problem
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_model_that_communicates_in_each_microbatch_is_refused() -> None:
     step = next(Quotas(microbatches=2).steps(1))
     with pytest.raises(ContractError, match="neither DistributedDataParallel nor sharded"):

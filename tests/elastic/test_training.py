@@ -16,9 +16,12 @@ from resihp.elastic.models import from_pretrained
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.step import Setup
 from resihp.elastic.trainer import Trainer
+from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.engine_job import (
     ALONE,
     GRID,
+    MICROBATCHES,
+    SHAPE,
     TIMEOUTS,
     UNEVEN,
     Case,
@@ -114,6 +117,25 @@ def test_a_layout_on_ranks_that_are_not_there_is_refused(monkeypatch: pytest.Mon
     elsewhere = Layout((Replica((Stage((5,), (0, 4), (4,)),)),))
     with pytest.raises(ContractError, match="is 1: there is no rank 5, which the layout needs"):
         train(small_setup(), Job(name="job", layout=elsewhere, microbatches=1), 1)
+
+
+def train_twice(rank: int, host: str, port: int) -> None:
+    names = {"RANK": rank, "WORLD_SIZE": 1, "MASTER_ADDR": host, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "1"
+    job = Job(name="job", layout=ALONE, microbatches=MICROBATCHES, model=SHAPE)
+    for _ in range(2):
+        assert train(small_setup(), job, 1, timeouts=TIMEOUTS).completed == 1
+
+
+def test_a_second_job_of_a_process_is_refused_where_the_launcher_knows_the_first(
+    tmp_path: Path,
+) -> None:
+    """It waited for ever or, with other steps, was told that the ranks differ in them."""
+    with LocalRanks("twice", tmp_path) as ranks:
+        ranks.start([0], train_twice)
+        assert ranks.wait(120) != {0: 0}
+        assert "ContractError: job: that of this process has ended" in ranks.logs()
 
 
 def test_a_number_of_steps_below_zero_is_refused() -> None:

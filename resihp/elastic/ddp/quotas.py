@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from numbers import Integral
 from weakref import WeakSet, ref
 
 import torch
@@ -149,10 +150,9 @@ class Quotas:
         if not (dist.is_available() and dist.is_initialized()):
             raise ContractError("quotas", "call torch.distributed.init_process_group before")
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        if microbatches < self._size:
-            raise ContractError(
-                "microbatches", f"must be {self._size} or more: each rank has at least one"
-            )
+        why = ": each rank has at least one"
+        microbatches = _whole("microbatches", microbatches, least=self._size, why=why)
+        ahead = _whole("ahead", ahead, least=0)
         self._microbatches, self._work, self._monitor = microbatches, work, monitor
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._sent: ref[torch.Tensor] | None = None
@@ -323,6 +323,15 @@ class Quotas:
             return found
 
         return result
+
+
+def _whole(field: str, value: object, *, least: int, why: str = "") -> int:
+    """The plain `int` of a whole number. Raises `ContractError`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ContractError(field, f"must be a whole number, not {value!r}")
+    if value < least:
+        raise ContractError(field, f"must be {least} or more, not {value}{why}")
+    return int(value)
 
 
 def _close(group: dist.ProcessGroup, sent: ref[torch.Tensor] | None) -> None:
