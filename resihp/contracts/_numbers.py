@@ -1,9 +1,10 @@
-"""Checks of the numbers in contracts. What passes is a plain `int` or `float`: numpy's numbers are
-no JSON, and a fraction is no count."""
+"""Checks of the numbers and names in contracts. What passes is a plain `int` or `float`: numpy's
+numbers are no JSON, and a fraction is no count. Members of enums may be given by their names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from math import inf
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from .errors import ContractError
 
 T = TypeVar("T")
+Named = TypeVar("Named", bound=StrEnum)
 _MOST = 2**63 - 1  # what other programs read as a whole number
 
 
@@ -81,6 +83,19 @@ def number(
     elif least > -inf:
         bounds.append(f"{least:g} or more")
     raise ContractError("", f"must be {what}, {' and '.join(bounds)}, not {_shown(value)}")
+
+
+def named(kind: type[Named]) -> Callable[[str], Named]:
+    """Check for members of an enum, which may be given by name; it raises `ContractError`."""
+
+    def check(value: str) -> Named:
+        try:
+            return kind(value)
+        except ValueError:
+            shown = f"must be one of {', '.join(kind)}, not {value!r}"
+            raise ContractError("", shown) from None
+
+    return check
 
 
 def kind_name(value: object) -> str:

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ._json import OMIT_EMPTY
-from ._numbers import checked, make_plain, whole_number, whole_numbers
+from ._numbers import checked, make_plain, named, whole_number, whole_numbers
 from .errors import ContractError
 
 LAST_RANK = 2**31 - 1  # what a record can name
@@ -28,12 +28,7 @@ class Schedule(StrEnum):
     @classmethod
     def named(cls, name: str) -> Schedule:
         """Schedule of that name, which may be the schedule itself. Raises `ContractError`."""
-        try:
-            return cls(name)
-        except ValueError:
-            raise ContractError(
-                "schedule", f"must be one of {', '.join(cls)}, not {name!r}"
-            ) from None
+        return checked("schedule", named(cls), name)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
-from typing import TypeVar
 
-from ._numbers import make_plain, number, whole_number, whole_numbers
+from ._numbers import make_plain, named, number, whole_number, whole_numbers
 from .errors import ContractError
 
 
@@ -33,17 +31,7 @@ class Cause(StrEnum):
     HOST = "host"
 
 
-Name = TypeVar("Name", bound=StrEnum)
-
-
-def _named(kind: type[Name], name: str) -> Name:
-    try:
-        return kind(name)
-    except ValueError:
-        raise ContractError("", f"must be one of {', '.join(kind)}, not {name!r}") from None
-
-
-_status, _cause = partial(_named, Status), partial(_named, Cause)
+_status, _cause = named(Status), named(Cause)
 
 
 def _numbers(values: Iterable[object]) -> tuple[float, ...]:
