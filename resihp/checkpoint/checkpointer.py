@@ -212,15 +212,15 @@ class Checkpointer:
         state is saved now, provided that it has not changed since. At the end of the program
         checkpointers that are still open are closed.
 
-        Of a signal handler that interrupts `save` or a fence this only notes the request, and the
-        interrupted call closes when it ends: the handler should return or raise, as `sys.exit`.
+        In a signal handler that interrupts another call this only notes the request, and that call
+        closes when it ends: the handler should return or raise, as `sys.exit`.
         """
         if self._is_closed:
             return
         if self._within == get_ident():
             self._late_close_s = timeout_s
             log.warning(
-                "close interrupts a save or fence, which closes when it ends: if the signal handler"
+                "close interrupts another call, which closes when it ends: if the signal handler"
                 " ends the process before, checkpoints that are not complete are lost"
             )
             return
@@ -261,10 +261,11 @@ class Checkpointer:
         self._current = None
 
     def _drain(self, deadline_s: float) -> bool:
-        is_done = self._pipeline.wait(deadline_s)
-        with self._before_close(), self._boundary("fence"):
-            self._fence(deadline_s=deadline_s)
-        self._cost_s = self._pause_s
+        with self._before_close():
+            is_done = self._pipeline.wait(deadline_s)
+            with self._boundary("fence"):
+                self._fence(deadline_s=deadline_s)
+            self._cost_s = self._pause_s
         return is_done
 
     def _save(
@@ -369,13 +370,6 @@ class Checkpointer:
         outer, self._within = self._within, get_ident()
         try:
             yield
-        except Exception:
-            raise
-        except BaseException:  # a signal handler's, perhaps right before the release of a lock
-            if outer is None:
-                self._stager.release_lock()
-                self._pipeline.release_locks()
-            raise
         finally:
             self._within = outer
             if outer is None and self._late_close_s is not None:

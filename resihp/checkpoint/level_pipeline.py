@@ -19,10 +19,7 @@ from .staging.in_flight import (
     InFlightCheckpoint,
     Pace,
     ShardIdentity,
-    release_fully,
 )
-
-_POLL_S = 0.002
 
 
 class LevelWorker:
@@ -84,21 +81,10 @@ class LevelWorker:
                 checkpoint.leave(self.level.name)
             self._changed.notify_all()
 
-    def release_lock(self) -> None:
-        """Release the lock if this thread still holds it."""
-        release_fully(self._changed)
-
     def wait(self, timeout_s: float) -> bool:
-        """Wait until every accepted checkpoint has been put; False on timeout.
-
-        Holds no lock: a signal handler may interrupt this in order to `close`.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while self._waiting or self._putting:
-            if time.monotonic() >= deadline_s:
-                return False
-            time.sleep(_POLL_S)
-        return True
+        """Wait until every accepted checkpoint has been put; False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._waiting or self._putting), timeout_s)
 
     def close(self, deadline_s: float) -> None:
         """Put what was accepted, until the deadline of the monotonic clock, and end the thread."""
@@ -129,8 +115,8 @@ class LevelWorker:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if not self._waiting:
                 return None
-            self._putting = self._waiting[0]  # first: `wait` reads both without the lock
-            return self._waiting.popleft()
+            self._putting = self._waiting.popleft()
+            return self._putting
 
     def _put(self, checkpoint: InFlightCheckpoint) -> bool:
         try:
@@ -246,11 +232,6 @@ class LevelPipeline:
         checkpoint.abandon(CheckpointAbandoned(f"interrupted by {problem!r}"))
         for worker in receivers:
             worker.release_unless_offered(checkpoint)
-
-    def release_locks(self) -> None:
-        """Release the locks that this thread still holds."""
-        for worker in (*self._first, *self._after_disk):
-            worker.release_lock()
 
     def wait(self, deadline_s: float) -> bool:
         """Wait until every level has put what it accepted; False after the deadline.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -364,13 +363,6 @@ class InFlightCheckpoint:
             if self._objects is None:
                 self._objects = self.objects(self.file.nbytes)
             return self._objects
-
-
-def release_fully(condition: Condition) -> None:
-    """Release the lock of a condition as often as this thread has acquired it."""
-    with suppress(RuntimeError):  # of a lock that another thread or none holds
-        while True:
-            condition.release()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from .in_flight import (
     InFlightCheckpoint,
     Pace,
     ShardIdentity,
-    release_fully,
 )
 from .objects import ObjectSnapshots
 from .zero_copy import SCRATCH_BLOCKS, WRITERS
@@ -276,10 +275,6 @@ class Stager:
         finally:
             self.room_s += wait.room_s
             self._copier.fence()
-
-    def release_lock(self) -> None:
-        """Release the lock of the checkpoints if this thread still holds it."""
-        release_fully(self._changed)
 
     def close(self, deadline_s: float | None = None) -> None:
         """End the copying thread, and wait for it; see `Copier.close`."""
