@@ -84,9 +84,10 @@ def test_passes_of_all_ranks_are_as_long_as_the_busiest_rank_needs(tmp_path: Pat
     idle = MeasuredPacer(1e6, table=LoadTable(path, 2, 4), rank=1)
     for _ in range(3):
         busy.hold(1e6, 0, spent_s=0.0018)
-    began = time.perf_counter()
-    idle.hold(1e6, 0, spent_s=0.0)
-    assert time.perf_counter() - began >= 1.8 / HOLDABLE / 1e3
+    for step in (0, 1):  # in the next one too, whose first passes say little
+        began = time.perf_counter()
+        idle.hold(1e6, step, spent_s=0.0)
+        assert time.perf_counter() - began >= 1.8 / HOLDABLE / 1e3
 
 
 @pytest.mark.parametrize("change_at", [8, 18, 24, 34])

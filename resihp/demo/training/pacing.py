@@ -31,7 +31,7 @@ LIMIT = 0.6
 TARGET = 0.4
 """Load at which a lowered pace aims."""
 HOLDABLE = 0.9
-"""Load above which the passes of the same step are stretched, on all ranks."""
+"""Load above which the passes of the same step and the next one are stretched, on all ranks."""
 CALIBRATION_STEPS = 6
 _FIRST_MEASURED = 2  # the steps before it load libraries and allocate memory
 _BUSY_STEPS = 2  # in a row, before the pace is lowered
@@ -128,7 +128,8 @@ class MeasuredPacer(Pacer):
         if self._passes > _FIRST_PASSES:
             self.table.write(step, self.rank, self._real_s / self._paced_s)
         if not self.fixed:
-            due_s *= max(1.0, self.table.highest(step) / HOLDABLE)
+            recent = max(map(self.table.highest, range(max(step - 1, 0), step + 1)))
+            due_s *= max(1.0, recent / HOLDABLE)
         began = time.perf_counter() - spent_s
         deadline = began + max(due_s - self._late_s, 0.0)
         while (left_s := deadline - time.perf_counter()) > 0:
