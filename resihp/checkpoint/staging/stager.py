@@ -261,8 +261,7 @@ class Stager:
         assert self._copier is not None
         if checkpoint.is_safe and not self._copier.pins:
             return True
-        if not checkpoint.hurry.is_set():
-            checkpoint.hurry.set()
+        checkpoint.hurry.set()
         wait = FenceWait(checkpoint, self._copier, deadline_s)
         try:
             return wait.secure(_needed(checkpoint, tensors))
