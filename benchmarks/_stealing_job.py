@@ -118,12 +118,14 @@ class StallingDevice(Pacer):
     number: tuple[int, int] = (-1, 0)
     times: dict[int, list[float]] = field(default_factory=dict)
 
-    def hold(self, flops: float, step: int, spent_s: float) -> None:
-        """Sleep until the pass has taken its time; `flops` is that time in ms."""
+    def hold(self, flops: float, step: int, spent_s: float) -> float:
+        """Sleep until the pass has taken its time, which is returned; `flops` is it in ms."""
         self.number = (step, self.number[1] + 1 if self.number[0] == step else 0)
-        super().hold(flops, step, spent_s)
+        took_s = super().hold(flops, step, spent_s)
         if self.number[1] in stalled_passes(self.case, step, self.replica):
             sleep(STALL_S)
+            took_s += STALL_S
+        return took_s
 
 
 class TimedLlama(Llama):

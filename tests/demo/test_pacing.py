@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from detector import Detector
 from resihp.contracts import COLUMNS, Op, Status, TelemetryBatch
 from resihp.demo.training.pacing import (
     CALIBRATION_STEPS,
-    HOLDABLE,
     LIMIT,
     TARGET,
     LoadTable,
@@ -72,22 +70,17 @@ def test_the_load_is_that_of_the_whole_step_so_far(tmp_path: Path) -> None:
     pacer = MeasuredPacer(1e6, table=LoadTable(tmp_path / "loads", 1, 4), rank=0)
     pacer.hold(1e6, 0, spent_s=0.0015)  # half a millisecond late
     pacer.hold(1e6, 0, spent_s=0.0)
-    assert pacer.table.highest(0) == 0.0  # two passes say little
-    pacer.hold(1e6, 0, spent_s=0.00075)
     assert pacer.flops_per_ms == 1e6
     assert pacer.table.highest(0) == pytest.approx(0.75)
 
 
-def test_passes_of_all_ranks_are_as_long_as_the_busiest_rank_needs(tmp_path: Path) -> None:
-    path = tmp_path / "loads"
-    busy = MeasuredPacer(1e6, table=LoadTable(path, 2, 4), rank=0)
-    idle = MeasuredPacer(1e6, table=LoadTable(path, 2, 4), rank=1)
-    for _ in range(3):
-        busy.hold(1e6, 0, spent_s=0.0018)
-    for step in (0, 1):  # in the next one too, whose first passes say little
-        began = time.perf_counter()
-        idle.hold(1e6, step, spent_s=0.0)
-        assert time.perf_counter() - began >= 1.8 / HOLDABLE / 1e3
+def test_a_busy_machine_makes_no_device_slow(tmp_path: Path) -> None:
+    def speed(step: int) -> float:
+        return 0.5 if step else 1.0
+
+    pacer = MeasuredPacer(1e6, speed, table=LoadTable(tmp_path / "loads", 1, 4), rank=0)
+    taken = [pacer.hold(1e6, step, spent_s=spent) for step in (0, 1) for spent in (0.0, 0.1)]
+    assert taken == pytest.approx([1e-3, 1e-3, 2e-3, 2e-3])
 
 
 @pytest.mark.parametrize("change_at", [8, 18, 24, 34])

@@ -11,15 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from resihp.contracts import Op
+from resihp.contracts import Layout, Op, Plan, Schedule
+from resihp.elastic.models import Llama
+from resihp.elastic.optim import Optimizer
 from resihp.elastic.process_groups import abortable
 from resihp.elastic.process_groups.abortable import (
     AbortableProcessGroup,
     ProcessGroupFactory,
     WaitClock,
 )
-from resihp.elastic.step import telemetry
+from resihp.elastic.step import Setup, telemetry
+from resihp.elastic.step.pacing import Pacer
 from resihp.elastic.step.telemetry import PassRecorder
+from tests.elastic.engine_job import SHAPE, batch
+from tests.elastic.threads import train
 
 OWN_S, PEERS_S, TAIL_S = 5.0, 2.0, 3.0
 DEVICE = torch.device("cuda", 1)
@@ -86,3 +91,30 @@ def test_a_work_that_is_waited_for_later_has_the_kernels_before_its_start(
         group.wait(work)
     assert waited.seconds == 2 * PEERS_S
     assert clock.now == 2 * (OWN_S + PEERS_S)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "parts"), [(Schedule.ONE_F_ONE_B, 1), (Schedule.ZERO_BUBBLE, 2)]
+)
+def test_a_pass_takes_what_the_clock_of_an_emulated_device_says(
+    schedule: Schedule, parts: int
+) -> None:
+    class Device(Pacer):
+        """Takes five seconds by its clock, and no time by that of the machine."""
+
+        def hold(self, flops: float, step: int, spent_s: float) -> float:
+            return OWN_S
+
+    records: list[dict[str, Any]] = []
+    setup = Setup(
+        Llama(SHAPE),
+        Optimizer(torch.optim.SGD, lr=0.1),
+        batch,
+        lambda **record: records.append(record),
+        Device(1.0),
+    )
+    layout = Layout.grid(dp=1, pp=2, tp=1, layers=SHAPE.layers)
+    train(setup, Plan(version=0, layout=layout, quotas=(2,), schedule=schedule), 1)
+    for op, passes in ((Op.FORWARD, 1), (Op.BACKWARD, parts)):
+        spent = [record["compute_ms"] for record in records if record["op"] is op]
+        assert spent == [1e3 * OWN_S * passes] * 4

@@ -82,9 +82,10 @@ class FixedPace(Pacer):
     clocks: RankClocks = field(default_factory=RankClocks)
     slow: bool = False
 
-    def hold(self, flops: float, step: int, spent_s: float) -> None:
+    def hold(self, flops: float, step: int, spent_s: float) -> float:
         due_s = PASS_S * (SLOW if self.slow and step >= ONSET else 1.0)
         self.clocks.go_on(due_s - spent_s)
+        return due_s
 
 
 def records_of(

@@ -1,14 +1,12 @@
 """The pace of the emulated devices, kept slow enough for the machine that computes for them.
 
 A paced rank computes for real and is then held until its emulated device would be done. That only
-works while the real computation is the shorter of the two: on a slow or busy machine a device that
-is meant to be slow would take no longer than the others. So the ranks measure their load, real over
-paced time, on a few steps of the same training before the run, and in every step of the run. Where
-the load of the busiest rank exceeds `LIMIT`, all ranks lower the pace of all devices alike. It is
-not raised again: a machine that became busy may do so once more, and each change of the pace is one
-of all devices that the detector has to tell from slow ones. Until it is lowered, the passes of all
-ranks are stretched as the busiest rank needs it: else each device would be as slow as the share of
-the cores that its process happens to get.
+works while the real computation is the shorter of the two: on a slow or busy machine a step with a
+slow device would take no longer than the others. So the ranks measure their load, real over paced
+time, on a few steps of the same training before the run, and in every step of the run. Where the
+load of the busiest rank exceeds `LIMIT`, all ranks lower the pace of all devices alike. It is not
+raised again: a machine that became busy may do so once more, and each change of the pace is one of
+all devices that the detector has to tell from slow ones.
 """
 
 from __future__ import annotations
@@ -30,13 +28,10 @@ LIMIT = 0.6
 """Load above which the pace is lowered."""
 TARGET = 0.4
 """Load at which a lowered pace aims."""
-HOLDABLE = 0.9
-"""Load above which the passes of the same step and the next one are stretched, on all ranks."""
 CALIBRATION_STEPS = 6
 _FIRST_MEASURED = 2  # the steps before it load libraries and allocate memory
 _BUSY_STEPS = 2  # in a row, before the pace is lowered
 _LAG = 2  # steps until the loads of a step are final on every rank
-_FIRST_PASSES = 2  # of a step, whose load says little
 
 
 class LoadTable:
@@ -107,38 +102,34 @@ class MeasuredPacer(Pacer):
     _real_s: float = field(init=False, default=0.0)
     _paced_s: float = field(init=False, default=0.0)
     _late_s: float = field(init=False, default=0.0)
-    _passes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         paces = self.table.paces(self.flops_per_ms)
         self._paces = repeat(self.flops_per_ms) if self.fixed else paces
 
-    def hold(self, flops: float, step: int, spent_s: float) -> None:
-        """Sleep until the emulated device is done with `flops`; `spent_s` has passed already.
+    def hold(self, flops: float, step: int, spent_s: float) -> float:
+        """Sleep until the device is done with `flops`; `spent_s` of its time has passed already.
 
         A pass that ends late, because the machine was busy or woke this process late, shortens
-        the next ones, so that the time of a step is that of the device.
+        the next ones, so that the time of a step is that of the devices. Returns the time that
+        the device takes for the pass, in seconds.
         """
         if step > self._step:
             self._begin(step)
         due_s = flops / self.flops_per_ms / self.speed(step) / 1e3
         self._real_s += spent_s
         self._paced_s += due_s
-        self._passes += 1
-        if self._passes > _FIRST_PASSES:
-            self.table.write(step, self.rank, self._real_s / self._paced_s)
-        if not self.fixed:
-            recent = max(map(self.table.highest, range(max(step - 1, 0), step + 1)))
-            due_s *= max(1.0, recent / HOLDABLE)
+        self.table.write(step, self.rank, self._real_s / self._paced_s)
         began = time.perf_counter() - spent_s
         deadline = began + max(due_s - self._late_s, 0.0)
         while (left_s := deadline - time.perf_counter()) > 0:
             time.sleep(left_s)
         late_s = self._late_s + time.perf_counter() - began - due_s
         self._late_s = min(max(late_s, 0.0), due_s)
+        return due_s
 
     def _begin(self, step: int) -> None:
         for _ in range(step - self._step):
             self.flops_per_ms = next(self._paces)
-        self._step, self._passes = step, 0
+        self._step = step
         self._real_s = self._paced_s = self._late_s = 0.0

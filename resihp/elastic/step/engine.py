@@ -231,7 +231,7 @@ class Engine:
                 self._sums.finish(packed.index, self._losses.pop(packed.index, 0.0))
             if self.setup.pacer is not None:
                 flops = self._passes.flops(item, packed)
-                self.setup.pacer.hold(flops, packed.step, timing.compute_s)
+                timing.device_s = self.setup.pacer.hold(flops, packed.step, timing.compute_s)
             self._passes.send(item, outgoing, packed)
             if item.part is Part.INPUT:
                 first_halves[packed.index] = timing.stop_ms()

@@ -90,11 +90,13 @@ class TransferStamps:
 class Timing:
     """Time since construction, split into own time and waiting; `earlier` is added.
 
-    The device has done all earlier work then, which its own timing has waited for.
+    The device has done all earlier work then, which its own timing has waited for. `device_s` is
+    own time by the clock of an emulated device, where there is one.
     """
 
     def __init__(self, waited: WaitClock, device: torch.device) -> None:
         self.earlier = (0.0, 0.0)
+        self.device_s: float | None = None
         self._waited, self._waited_before = waited, waited.seconds
         self._device = device
         self._start = time.perf_counter()
@@ -112,5 +114,5 @@ class Timing:
         """Return own time and waiting so far, in milliseconds, `earlier` included."""
         self.finish()
         waited_s = self._waited.seconds - self._waited_before
-        compute_ms = max(self.compute_s, 0.0) * 1e3
+        compute_ms = max(self.compute_s if self.device_s is None else self.device_s, 0.0) * 1e3
         return self.earlier[0] + compute_ms, self.earlier[1] + waited_s * 1e3
