@@ -259,7 +259,8 @@ def _emulated(settings: DemoSettings) -> tuple[str, ...]:
         real,
         "The speed of devices was emulated: all ranks share the cores of this machine, so each "
         "rank computed for real and was then held until its device would have been done.",
-        "Times of passes are by the clock of the emulated device, times of steps are real.",
+        f"Times of passes are by the clock of that device, and scatter by {settings.scatter:.0%}; "
+        "times of steps are real.",
         "The slow device was one whose speed was divided by the factor given.",
         "The dead rank was killed for real, by SIGKILL in the middle of a step.",
     )

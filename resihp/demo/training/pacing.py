@@ -11,6 +11,7 @@ all devices that the detector has to tell from slow ones.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -89,14 +90,17 @@ class LoadTable:
 class MeasuredPacer(Pacer):
     """Holds one emulated device to a pace that follows the load of the machine.
 
-    table  loads of all ranks, of which this one writes its own
-    rank   this rank
-    fixed  the pace stays as given, whatever the load: for the calibration
+    table    loads of all ranks, of which this one writes its own
+    rank     this rank
+    fixed    the pace stays as given, whatever the load: for the calibration
+    scatter  standard deviation of the time that a pass takes, over its mean
     """
 
     table: LoadTable = field(kw_only=True)
     rank: int = field(kw_only=True)
     fixed: bool = field(kw_only=True, default=False)
+    scatter: float = field(kw_only=True, default=0.0)
+    _random: random.Random = field(init=False)
     _paces: Iterator[float] = field(init=False)
     _step: int = field(init=False, default=-1)
     _real_s: float = field(init=False, default=0.0)
@@ -104,6 +108,7 @@ class MeasuredPacer(Pacer):
     _late_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
+        self._random = random.Random(self.rank)
         paces = self.table.paces(self.flops_per_ms)
         self._paces = repeat(self.flops_per_ms) if self.fixed else paces
 
@@ -117,6 +122,7 @@ class MeasuredPacer(Pacer):
         if step > self._step:
             self._begin(step)
         due_s = flops / self.flops_per_ms / self.speed(step) / 1e3
+        due_s *= self._random.gauss(1.0, self.scatter)
         self._real_s += spent_s
         self._paced_s += due_s
         self.table.write(step, self.rank, self._real_s / self._paced_s)

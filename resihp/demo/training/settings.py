@@ -26,6 +26,7 @@ class DemoSettings:
                   plan for the slow rank has not been in effect for `_SETTLED_STEPS` by then
     flops_per_ms  speed to which a healthy device is paced, less on a machine that computes too
                   slowly for it; None runs unpaced
+    scatter       standard deviation of the time that a paced pass takes, over its mean
     plan_wait_s   pause after each of the steps that the job makes without a plan although the slow
                   rank has been slow for `_SLOW_STEPS`; makes a short run independent of the time
                   that the sidecar takes
@@ -44,6 +45,7 @@ class DemoSettings:
     dead_at: int = 52
     seed: int = 0
     flops_per_ms: float | None = 1.3e6
+    scatter: float = 0.02
     plan_wait_s: float = 0.0
 
     @property

@@ -134,4 +134,6 @@ def _pacer(settings: DemoSettings, rank: int, folder: Path) -> MeasuredPacer:
         return 1.0 / settings.slow_factor if slow else 1.0
 
     table = LoadTable.training(folder, settings.layout, settings.steps)
-    return MeasuredPacer(settings.flops_per_ms, speed, table=table, rank=rank)
+    return MeasuredPacer(
+        settings.flops_per_ms, speed, table=table, rank=rank, scatter=settings.scatter
+    )
