@@ -277,13 +277,13 @@ def test_processes_of_a_host_share_a_table_that_the_last_one_deletes(
     other = HostTable("other")
     first.enter(5, 2)
     first.beat(7)
-    second.enter(6, 0)
+    second.enter(131_071, 0)
     second.beat(1)
     assert first.host == second.host != other.host
-    assert first.read() == second.read() == {5: Beat(2, 7), 6: Beat(0, 1)}
+    assert first.read() == second.read() == {5: Beat(2, 7), 131_071: Beat(0, 1)}
     assert other.read() == {}
     first.close()
-    assert second.read() == {5: Beat(2, 7), 6: Beat(0, 1)}, "it has not been killed"
+    assert second.read() == {5: Beat(2, 7), 131_071: Beat(0, 1)}, "it has not been killed"
     second.close()
     assert [path.name.rpartition("-")[2] for path in tmp_path.iterdir()] == ["other"]
     abandoned = tmp_path / f"resihp-beats-{os.geteuid()}-killed"

@@ -21,7 +21,9 @@ _FOLDER = Path("/dev/shm")
 _PREFIX = "resihp-beats-"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _RANKS = 131_072
-_BYTES = 8 * _RANKS
+_BLOCK = 512  # ranks, whose words fill a page of memory
+_BLOCKS = _RANKS // _BLOCK
+_BYTES = 8 * _RANKS + _BLOCKS
 _HOLDS = 1 << 63  # in the word of a process that holds a lock
 _NUMBERS = 1 << 31
 _LOCK = struct.Struct("hhqqi4x")  # struct flock
@@ -55,7 +57,9 @@ class HostTable:
             memory = mmap.mmap(-1, _BYTES)
             self.host = secrets.token_hex(8)
         # One aligned word for each rank, so that none is read half written.
-        self._words = np.frombuffer(memory, dtype=np.uint64)
+        self._words = np.frombuffer(memory, dtype=np.uint64, count=_RANKS)
+        # One byte for each block of ranks that has one here: the others are not searched.
+        self._used = np.frombuffer(memory, dtype=np.uint8, count=_BLOCKS, offset=8 * _RANKS)
         self._rank, self._word = 0, 0
 
     def enter(self, rank: int, number: int) -> None:
@@ -63,6 +67,7 @@ class HostTable:
         if rank >= _RANKS:
             raise ContractError("RANK", f"must be below {_RANKS:,}, not {rank}")
         self._rank, self._word = rank, number << 32
+        self._used[rank // _BLOCK] = 1
         with suppress(OSError):  # it is watched by its beats alone
             self._lock(fcntl.F_OFD_SETLK, rank, number)
             self._word |= _HOLDS
@@ -73,9 +78,12 @@ class HostTable:
 
     def read(self) -> dict[int, Beat]:
         """Latest beat of each process by rank."""
-        copied = self._words.copy()  # numpy raises where others write while it searches
-        ranks = np.flatnonzero(copied)
-        words = zip(ranks.tolist(), copied[ranks].tolist(), strict=True)
+        # Copies: numpy raises where others write while it searches.
+        blocks = np.flatnonzero(self._used.copy())
+        copied = self._words.reshape(_BLOCKS, _BLOCK)[blocks]
+        rows, columns = np.nonzero(copied)
+        ranks = blocks[rows] * _BLOCK + columns
+        words = zip(ranks.tolist(), copied[rows, columns].tolist(), strict=True)
         return {rank: self._decode(rank, word) for rank, word in words}
 
     def _decode(self, rank: int, word: int) -> Beat:
