@@ -32,7 +32,7 @@ from tests.elastic.engine_job import (
 )
 from tests.elastic.scripted import Scripted
 
-STEPS = 12
+STEPS = 8
 FIRST = Layout((GRID.replicas[0],))
 
 
@@ -162,7 +162,7 @@ def test_training_outlives_the_store(alone: Outcome, tmp_path: Path) -> None:
 
 
 def test_a_loss_without_the_store_is_a_clear_stop(tmp_path: Path) -> None:
-    case = Case(FIRST, STEPS, store_dies_at=2, step_s=0.1, warned=((4, signal.SIGKILL, 8),))
+    case = Case(FIRST, STEPS, store_dies_at=2, step_s=0.1, warned=((4, signal.SIGKILL, 6),))
     outcome = run(case, tmp_path, timeout_s=300)
     assert all(code != 0 for code in outcome.exit_codes.values()), outcome.logs
     assert "survivors cannot agree: the store is gone" in outcome.logs
