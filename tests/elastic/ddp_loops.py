@@ -183,12 +183,13 @@ def work_of(step: int) -> list[float]:
 
 def train(model: nn.Module, loop: Loop, begin: Callable[..., Replicas], tell: Any) -> None:
     """The user's loop; only `begin` (which calls `Replicas`), two `for` and `report` are ours."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
     replicas = begin(model, optimizer, state={"schedule": schedule})
     for step in replicas.steps(loop.steps):
         for index in step:
-            torch.manual_seed(1000 * step.number + index)  # dropout is the microbatch's own
+            # Dropout is the microbatch's own. torch.manual_seed also formats a stack per device.
+            torch.default_generator.manual_seed(1000 * step.number + index)
             x = batch(step.number, index)
             loss = functional.mse_loss(model(x), x.roll(1, dims=1)) / loop.microbatches
             loss.backward()
