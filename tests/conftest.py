@@ -37,8 +37,12 @@ def pytest_collection_finish() -> None:
 
 
 IN_FORK_SERVER = (
+    "encodings.idna",
     "torch._dynamo",
+    "torch.utils._sympy.reference",
+    "torch.utils.serialization.config",
     "resihp.demo.training.worker",
+    "resihp.instrumentation._instrument",
     "tests.checkpoint.test_host_cache",
     "tests.checkpoint.test_ranks",
     "tests.checkpoint.test_torch_writer",
