@@ -13,7 +13,7 @@ from tests.elastic.snapshots import full_state
 from tests.elastic.test_engine_resizes import setup
 
 CHAINS, LENGTH = 10, 5
-STEPS = 4 * LENGTH
+STEPS = 3 * LENGTH
 
 
 @pytest.mark.parametrize(
