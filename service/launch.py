@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from .errors import StartError
 
@@ -57,15 +58,9 @@ class Sidecar:
         ready = self.data / "ready.json"
         ready.unlink(missing_ok=True)
         port = self.url.rsplit(":", 1)[1] if self.url else "0"
-        command = [
-            sys.executable, *self._command, "--port", port,
-            "--data", str(self.data), "--ready-file", str(ready),
-            "--parent", str(os.getpid()), *self._options,
-        ]  # fmt: skip
+        files = ("--data", str(self.data), "--ready-file", str(ready))
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
-            )
+            self._process = self._started(["--port", port, *files, *self._options], log)
         deadline_s = time.monotonic() + self._start_timeout_s
         while not ready.exists():
             if self._process.poll() is not None or time.monotonic() > deadline_s:
@@ -73,6 +68,12 @@ class Sidecar:
                 raise StartError(f"the sidecar did not start:\n{self.tail()}")
             time.sleep(0.02)
         self.url = json.loads(ready.read_text())["url"]
+
+    def _started(self, options: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, *self._command, *options, "--parent", str(os.getpid())]
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
+        )
 
     def stop(self, *, timeout_s: float = 20.0) -> int | None:
         """Terminate it, or kill it after `timeout_s`; the exit status, None if not started."""

@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -53,6 +53,7 @@ IN_FORK_SERVER = (
     "tests.elastic.test_engine_resizes",
     "tests.elastic.test_with_sidecar",
     "tests.hooks.ddp_ranks",
+    "tests.service.forked_sidecar",
 )
 """What the server that forks ranks has imported: a thousand of them need not."""
 
@@ -61,7 +62,7 @@ IN_FORK_SERVER = (
 def pytest_configure_node(node: Any) -> None:
     """All processes of pytest-xdist share one fork server, which imports while they collect."""
     _share_cores()
-    _start_fork_server()
+    _start_fork_server(IN_FORK_SERVER)
     node.workerinput["fork_server"] = forkserver._forkserver._forkserver_address
 
 
@@ -71,8 +72,8 @@ def _share_cores() -> None:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _start_fork_server() -> None:
-    forkserver.set_forkserver_preload([*IN_FORK_SERVER])
+def _start_fork_server(modules: Iterable[str]) -> None:
+    forkserver.set_forkserver_preload([*modules])
     forkserver.ensure_running()
 
 
@@ -84,8 +85,8 @@ def _fork_server(request: pytest.FixtureRequest) -> None:
         server._forkserver_address = request.config.workerinput["fork_server"]
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
         server.ensure_running = resource_tracker.ensure_running
-    elif any(name in sys.modules for name in IN_FORK_SERVER):
-        _start_fork_server()
+    elif collected := [name for name in IN_FORK_SERVER if name in sys.modules]:
+        _start_fork_server(collected)
 
 
 @pytest.fixture

@@ -76,14 +76,14 @@ def serve_command(
     log_format: LogFormat = None,
 ) -> None:
     """Start the sidecar."""
-    from service.errors import StartError
-    from service.server import serve
-
     settings = settings_from(
         host=host, port=port, data=data, redis_url=redis, token=token,
         processes=processes, worker=worker, parent=parent, ready_file=ready_file,
         log_level=log_level, log_format=log_format,
     )  # fmt: skip
+    from service.errors import StartError  # a web framework, with detector and scheduler
+    from service.server import serve
+
     try:
         serve(settings)
     except StartError as error:

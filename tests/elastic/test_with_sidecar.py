@@ -23,6 +23,7 @@ from resihp.testing.local_ranks import LocalRanks
 from service import Sidecar
 from tests.elastic.engine_job import ALONE, GRID, MICROBATCHES, SHAPE, Case, run, run_rank
 from tests.elastic.records import events, switches
+from tests.service.forked_sidecar import ForkedSidecar
 
 JOB = Job(name="job", layout=GRID, microbatches=MICROBATCHES, model=SHAPE)
 PATIENCE = timedelta(seconds=10)
@@ -100,7 +101,7 @@ class Running:
 @contextmanager
 def running(folder: Path, *, patience_s: float = 30.0) -> Iterator[Running]:
     """Eight ranks and a sidecar that knows them; at the end, that nothing changed the training."""
-    with Sidecar(folder / "data") as sidecar, LocalRanks("test", folder) as ranks:
+    with ForkedSidecar(folder / "data") as sidecar, LocalRanks("test", folder) as ranks:
         (folder / "url").write_text(sidecar.url)
         (folder / "patience").write_text(str(patience_s))
         job = Running(ranks, sidecar, folder)

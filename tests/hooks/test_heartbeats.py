@@ -13,8 +13,8 @@ import pytest
 from resihp.client import Client
 from resihp.contracts import Status, Verdict
 from resihp.testing.local_ranks import LocalRanks
-from service.launch import Sidecar
 from tests.hooks.ddp_ranks import JOB, RANKS, order, train
+from tests.service.forked_sidecar import ForkedSidecar
 
 PATIENCE_S = 100.0
 
@@ -56,7 +56,7 @@ class Watched:
 @pytest.fixture
 def watched(tmp_path) -> Iterator[Watched]:
     with (
-        Sidecar(tmp_path / "sidecar") as sidecar,
+        ForkedSidecar(tmp_path / "sidecar") as sidecar,
         LocalRanks("ddp", tmp_path / "ranks") as ranks,
     ):
         client = Client(sidecar.url)

@@ -32,7 +32,7 @@ from resihp.hooks._merger import (
 from resihp.hooks._node_socket import SILENCE_S, FrameKind, FrameSocket, NodeAddress
 from resihp.hooks._pace import MessagePace
 from resihp.hooks._stats import FailureLog
-from service import Sidecar
+from tests.service.forked_sidecar import ForkedSidecar
 
 RANKS = 4
 PATIENCE_S = 60.0
@@ -278,7 +278,7 @@ def test_what_a_stale_merger_holds_goes_back_to_its_rank(sidecar):
 
 def test_the_detector_names_a_dead_sender_and_no_other_rank(start, tmp_path):
     job = Job(name="j", layout=Layout.grid(dp=RANKS, pp=1, tp=1, layers=2), microbatches=RANKS)
-    with Sidecar(tmp_path / "data") as sidecar:
+    with ForkedSidecar(tmp_path / "data") as sidecar:
         client = Client(sidecar.url)
         client.register(job)
         ranks = start(sidecar.url, pause_s=0.1)

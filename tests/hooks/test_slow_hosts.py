@@ -25,6 +25,7 @@ from resihp.testing.local_ranks import LocalRanks
 from service.launch import Sidecar
 from tests.hooks.cgroup_folders import CgroupFolder, cgroup
 from tests.hooks.computing_ranks import DATA_BYTES, RANKS, train, write_data
+from tests.service.forked_sidecar import ForkedSidecar
 
 pytestmark = pytest.mark.soak
 
@@ -113,7 +114,7 @@ def first(stack) -> CgroupFolder:
 
 
 def job_of(stack: ExitStack, folder: Path, name: str, first: CgroupFolder) -> Job:
-    sidecar = stack.enter_context(Sidecar(folder / "sidecar"))
+    sidecar = stack.enter_context(ForkedSidecar(folder / "sidecar"))
     job = Job(sidecar, stack.enter_context(LocalRanks(name, folder / "ranks")), folder)
     job.share_processors(first)
     return job

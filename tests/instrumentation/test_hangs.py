@@ -11,8 +11,8 @@ import pytest
 from resihp.client import Client
 from resihp.contracts import ServiceError, Status
 from resihp.testing.local_ranks import LocalRanks
-from service.launch import Sidecar
 from tests.instrumentation.hanging_ranks import RANKS, order, train, train_by_store_of_rank_0
+from tests.service.forked_sidecar import ForkedSidecar
 
 PATIENCE_S = 250.0
 INNERMOST = {"backward": "_carry_out", "loader": "_carry_out", "collective": "all_reduce"}
@@ -41,7 +41,7 @@ def verdicts_until_late(ranks, url):
     ],
 )
 def test_hanging_rank_is_named_with_its_place(tmp_path, where, words):
-    with Sidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
+    with ForkedSidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
         ranks.start(range(RANKS), train, sidecar.url, tmp_path)
         looks = verdicts_until_late(ranks, sidecar.url)
         ordered, hanging = False, {}
@@ -73,7 +73,7 @@ def test_hanging_rank_is_named_with_its_place(tmp_path, where, words):
 def test_an_evaluation_by_one_rank_is_no_hang(tmp_path):
     """For longer than the time-out of a data loader, from a loader of its own."""
     evaluation = tmp_path / "evaluation-0"
-    with Sidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
+    with ForkedSidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
         ranks.start(range(RANKS), train, sidecar.url, tmp_path)
         looks = verdicts_until_late(ranks, sidecar.url)
         ordered, steps = 0, 0
@@ -89,7 +89,7 @@ def test_an_evaluation_by_one_rank_is_no_hang(tmp_path):
 
 @pytest.mark.soak
 def test_rank_that_hosts_the_store_and_stops_is_named_and_no_other(tmp_path):
-    with Sidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
+    with ForkedSidecar(tmp_path / "sidecar") as sidecar, LocalRanks("hanging", tmp_path) as ranks:
         ranks.start(range(RANKS), train_by_store_of_rank_0, sidecar.url, tmp_path)
         looks = verdicts_until_late(ranks, sidecar.url)
         is_stopped, failed = False, set()

@@ -22,6 +22,7 @@ from resihp.testing.ordinary_loops import (
     run_loop,
 )
 from service.launch import Sidecar
+from tests.service.forked_sidecar import ForkedSidecar
 
 PATIENCE_S = 250.0
 NOISE = 2.0
@@ -39,7 +40,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory) -> Iterator[Sidecar]:
-    with Sidecar(tmp_path_factory.mktemp("sidecar")) as sidecar:
+    with ForkedSidecar(tmp_path_factory.mktemp("sidecar")) as sidecar:
         yield sidecar
 
 

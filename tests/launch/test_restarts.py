@@ -19,11 +19,11 @@ import urllib3
 
 from resihp.client import Client
 from resihp.contracts import Action, Job, Layout, Plan, from_json, to_json
-from service import Sidecar
 from tests.launch.launcher_process import launched
 from tests.launch.restart_script import SAMPLES
 from tests.launch.test_nodes import launchers
 from tests.launch.test_restart_plans import plan_of
+from tests.service.forked_sidecar import ForkedSidecar
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "launch" / "restart_script.py"
@@ -176,7 +176,7 @@ def test_the_sidecar_itself_restarts_a_job(tmp_path: Path, undisturbed: dict[int
     """Rank 1 is reported as lost while it is there; the pause is known to the sidecar then."""
     layout = Layout.grid(dp=RANKS, pp=1, tp=1, layers=2)
     job = Job(name="mine", layout=layout, microbatches=SAMPLES, actions=(Action.RESTART,))
-    with Sidecar(tmp_path / "sidecar") as sidecar:
+    with ForkedSidecar(tmp_path / "sidecar") as sidecar:
         client = Client(sidecar.url, timeout=60.0)
         client.register(job)
 

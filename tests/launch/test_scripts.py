@@ -16,9 +16,9 @@ from resihp.checkpoint import LocalDisk
 from resihp.client import Client
 from resihp.contracts import ContractError
 from resihp.elastic.rendezvous.environment import Environment
-from service import Sidecar
 from tests.launch.launcher_process import launched
 from tests.launch.train_script import job_of
+from tests.service.forked_sidecar import ForkedSidecar
 
 STEPS = 8
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_our_launcher_keeps_a_job_alive_that_loses_a_rank(tmp_path: Path) -> Non
 
 
 def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> None:
-    with Sidecar(tmp_path) as sidecar:
+    with ForkedSidecar(tmp_path) as sidecar:
         done = launched(
             tmp_path, "--nproc-per-node=2", SCRIPT, str(STEPS), "-1", RESIHP_URL=sidecar.url
         )
@@ -107,7 +107,7 @@ def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> Non
 
 
 def test_a_sidecar_that_wants_a_token_plans_for_a_script_that_has_it(tmp_path: Path) -> None:
-    with Sidecar(tmp_path, options=("--token", "secret")) as sidecar:
+    with ForkedSidecar(tmp_path, options=("--token", "secret")) as sidecar:
         client = Client(sidecar.url, "secret", timeout=60.0)
         client.register(job_of(1))
         done = launched(

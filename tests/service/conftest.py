@@ -29,6 +29,7 @@ from service.connections import TimedConnection
 from service.store.embedded_redis import socket_path
 from service.store.schema import JobKeys
 from service.worker.adapters import AdapterFactory
+from tests.service.forked_sidecar import ForkedSidecar
 
 FAKES = (str(Path(__file__).parent / "serve_with_fakes.py"),)
 
@@ -175,5 +176,5 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     """A sidecar process with the stand-ins, started."""
-    with Sidecar(tmp_path, command=FAKES) as sidecar:
+    with ForkedSidecar(tmp_path, command=FAKES) as sidecar:
         yield sidecar

@@ -40,6 +40,7 @@ from tests.service.conftest import (
     redis_pids,
     running,
 )
+from tests.service.forked_sidecar import ForkedSidecar
 
 TICK_S, EVERY_S = 0.25, 1.0
 BEAT_S = 0.2
@@ -176,7 +177,7 @@ def two_apis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RESIHP_SLOW_DOWN_BUSY", "2")  # what is told is due to delay alone
         patch.setenv("RESIHP_SLOW_DOWN_LAG_S", "1000")
-        with Sidecar(folder, command=(*FAKES, "--processes", "2")) as sidecar:
+        with ForkedSidecar(folder, command=(*FAKES, "--processes", "2")) as sidecar:
             with redis.Redis(unix_socket_path=str(socket_path(folder)), protocol=2) as raw:
                 eventually(lambda: raw.hlen(APIS) == 2)  # one that never reported has no delay
             yield sidecar

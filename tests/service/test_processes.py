@@ -13,14 +13,15 @@ import pytest
 from pydantic import SecretStr
 from test_recovery import assert_all_applied_once, send
 
-from service import Settings, Sidecar, StartError
+from service import Settings, StartError
 from service.server import _bind, serve
 from service.supervisor import restart_delay_s
 from tests.service.conftest import FAKES, Http, children, eventually, job_of, redis_pids
+from tests.service.forked_sidecar import ForkedSidecar
 
 
 def test_a_worker_and_an_api_that_die_are_replaced(tmp_path: Path):
-    with Sidecar(tmp_path, command=FAKES) as sidecar:
+    with ForkedSidecar(tmp_path, command=FAKES) as sidecar:
         http = Http(sidecar.url)
         http.register(job_of())
         for step in range(20):
@@ -38,7 +39,7 @@ def test_a_worker_and_an_api_that_die_are_replaced(tmp_path: Path):
 
 def test_the_next_worker_does_not_wait_for_the_leases_of_the_last(tmp_path: Path):
     options = ("--lease-s", "600")
-    with Sidecar(tmp_path, command=FAKES, options=options) as sidecar:
+    with ForkedSidecar(tmp_path, command=FAKES, options=options) as sidecar:
         http = Http(sidecar.url)
         http.register(job_of())
         send(http, 0)
@@ -50,7 +51,7 @@ def test_the_next_worker_does_not_wait_for_the_leases_of_the_last(tmp_path: Path
 
 
 def test_a_worker_and_an_api_that_hang_are_replaced(tmp_path: Path):
-    with Sidecar(tmp_path, command=FAKES) as sidecar:
+    with ForkedSidecar(tmp_path, command=FAKES) as sidecar:
         http = Http(sidecar.url)
         http.register(job_of())
         before = children(sidecar.pid)
@@ -72,7 +73,7 @@ def replaced(before: dict[str, int], now: dict[str, int]) -> bool:
 
 
 def test_several_api_processes_share_the_port(tmp_path: Path):
-    with Sidecar(tmp_path, command=FAKES, options=("--processes", "2")) as sidecar:
+    with ForkedSidecar(tmp_path, command=FAKES, options=("--processes", "2")) as sidecar:
         assert set(children(sidecar.pid)) == {"resihp-api-0", "resihp-api-1", "resihp-worker"}
         http = Http(sidecar.url)
         http.register(job_of())
@@ -88,7 +89,7 @@ def test_several_api_processes_share_the_port(tmp_path: Path):
 
 
 def test_the_processes_end_with_a_killed_supervisor(tmp_path: Path):
-    with Sidecar(tmp_path, command=FAKES) as sidecar:
+    with ForkedSidecar(tmp_path, command=FAKES) as sidecar:
         processes = [*children(sidecar.pid).values(), *redis_pids(tmp_path)]
         assert len(processes) == 3
         sidecar.kill()

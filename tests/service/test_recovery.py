@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from service.store.embedded_redis import EmbeddedRedis, find_server, socket_path
 from service.store.schema import APIS, WORKERS, JobKeys
 from service.worker.adapters import Adapters
 from service.worker.loop import work
+from tests.forked import ForkedProcess
 from tests.service.conftest import (
     FAKES,
     Http,
@@ -31,6 +30,7 @@ from tests.service.conftest import (
     running,
     stored_steps,
 )
+from tests.service.forked_sidecar import ForkedSidecar, run_python
 
 
 def send(http: Http, step: int) -> None:
@@ -66,7 +66,7 @@ def assert_all_applied_once(http: Http, data: Path, steps: int) -> None:
 def test_a_killed_sidecar_comes_back_with_everything(tmp_path: Path, padding: int):
     """A large state is saved less often than its steps are shown."""
     options = ("--padding", str(padding))
-    with Sidecar(tmp_path, command=FAKES, options=options) as sidecar:
+    with ForkedSidecar(tmp_path, command=FAKES, options=options) as sidecar:
         kill_and_start_again(sidecar)
 
 
@@ -123,23 +123,23 @@ def test_without_redis_clients_are_told_to_retry(sidecar: Sidecar):
     http.close()
 
 
-def start_worker(data: Path) -> subprocess.Popen[bytes]:
+def start_worker(data: Path) -> ForkedProcess:
     """Start a worker; returns when it handles SIGTERM."""
-    command = [sys.executable, *FAKES, "--only-worker", "--data", str(data)]
-    worker = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert worker.stdout is not None
-    with worker.stdout as out:
+    command = [*FAKES, "--only-worker", "--data", str(data)]
+    read, write = os.pipe()
+    with (data / "workers.log").open("ab") as log:
+        worker = ForkedProcess(run_python, command, out=write, err=log.fileno())
+    os.close(write)
+    with os.fdopen(read, "rb") as out:
         assert out.readline() == b"ready\n"
     return worker
 
 
 def test_a_worker_that_dies_in_mid_batch_is_replaced(tmp_path: Path):
     """Workers are killed one after the other while messages come in, each holding unsaved ones."""
-    workers: list[subprocess.Popen[bytes]] = []
+    workers: list[ForkedProcess] = []
     try:
-        with Sidecar(tmp_path, command=FAKES, options=("--no-worker",)) as sidecar:
+        with ForkedSidecar(tmp_path, command=FAKES, options=("--no-worker",)) as sidecar:
             http = Http(sidecar.url)
             http.register(job_of())
             for step in range(30):
@@ -159,9 +159,9 @@ def test_a_worker_that_dies_in_mid_batch_is_replaced(tmp_path: Path):
 
 
 def test_workers_share_the_jobs(tmp_path: Path):
-    workers: list[subprocess.Popen[bytes]] = []
+    workers: list[ForkedProcess] = []
     try:
-        with Sidecar(tmp_path, command=FAKES, options=("--no-worker",)) as sidecar:
+        with ForkedSidecar(tmp_path, command=FAKES, options=("--no-worker",)) as sidecar:
             http = Http(sidecar.url)
             names = [f"j{index}" for index in range(4)]
             for name in names:
@@ -203,7 +203,7 @@ def test_two_sidecars_on_one_folder_are_refused(sidecar: Sidecar):
     other = EmbeddedRedis(sidecar.data)
     with pytest.raises(StartError, match=f"another sidecar .process {sidecar.pid}."):
         other.start()
-    second = Sidecar(sidecar.data, command=FAKES, log=sidecar.data / "second.log")
+    second = ForkedSidecar(sidecar.data, command=FAKES, log=sidecar.data / "second.log")
     os.rename(sidecar.data / "ready.json", sidecar.data / "kept.json")
     with pytest.raises(StartError, match="another sidecar"):
         second.start()
@@ -221,7 +221,7 @@ def test_a_worker_that_is_started_before_its_sidecar_waits_for_it(tmp_path: Path
     worker = threading.Thread(target=work, args=arguments, kwargs={"patience_s": 60.0})
     worker.start()
     try:
-        with Sidecar(tmp_path, options=("--no-worker",)):
+        with ForkedSidecar(tmp_path, options=("--no-worker",)):
             assert is_at_work.wait(300)
             stop.set()
             worker.join(60)
@@ -253,7 +253,7 @@ def test_leases_that_end_in_the_future_hold_up_no_job(tmp_path: Path):
         http.send("j", batch_of(0))
         eventually(lambda: http.records("j") == 32, timeout_s=60)
         leave_leases()
-    with Sidecar(tmp_path, command=FAKES) as sidecar:
+    with ForkedSidecar(tmp_path, command=FAKES) as sidecar:
         http = Http(sidecar.url)
         http.send("j", batch_of(1))
         eventually(lambda: http.records("j") == 64, timeout_s=60)
