@@ -53,6 +53,8 @@ IN_FORK_SERVER = (
     "tests.elastic.test_engine_resizes",
     "tests.elastic.test_with_sidecar",
     "tests.hooks.ddp_ranks",
+    "tests.hooks.sharing_rank",
+    "tests.launch.launcher_process",
     "tests.service.forked_sidecar",
 )
 """What the server that forks ranks has imported: a thousand of them need not."""

@@ -22,11 +22,20 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 class ForkedProcess:
     """A function that runs in a process of its own, with the methods of `subprocess.Popen`.
 
-    Its environment is this process's, its output goes to open files. It ends with the fork server.
+    Its environment is this process's with further variables, its output goes to open files. It ends
+    with the fork server.
     """
 
-    def __init__(self, function: Callable[..., None], *arguments: Any, out: int, err: int) -> None:
-        given = (dict(os.environ), _Descriptor(out), _Descriptor(err), function, arguments)
+    def __init__(
+        self,
+        function: Callable[..., None],
+        *arguments: Any,
+        out: int,
+        err: int,
+        **variables: str,
+    ) -> None:
+        environment = {**os.environ, **variables}
+        given = (environment, _Descriptor(out), _Descriptor(err), function, arguments)
         self._process = _CONTEXT.Process(target=_run, args=given)
         self._process.start()
 

@@ -1,65 +1,37 @@
-"""Launchers forked from a process that has imported their modules, which takes seconds each time.
-
-Run as a script this is the launcher itself, in the folder that a variable names.
-"""
+"""Launchers forked from the tests' fork server, which has imported their modules."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import cache
 from math import inf
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from resihp.launch import fork_server
-from resihp.launch.fork_server import ForkServer, Started
-from resihp.launch.options import Command
-
-ROOT = Path(__file__).parents[2]
-_FOLDER = "LAUNCHER_FOLDER"
+from resihp.launch.supervisor import main
+from tests.forked import ForkedProcess
 
 
-class LauncherProcess:
+class LauncherProcess(ForkedProcess):
     """`python -m resihp.launch ARGUMENTS` in a session of its own."""
 
     def __init__(
         self, folder: Path, *arguments: str, out: IO[bytes], err: IO[bytes], **variables: str
     ) -> None:
-        self._key = uuid.uuid4().hex
-        command = Command(__file__, "script", arguments)
-        given = {**variables, _FOLDER: str(folder)}
-        _Forks.here().server.start(self._key, command, given, (out.fileno(), err.fileno()))
-        self.pid: int = _Forks.here().until(lambda forks: forks.pids.get(self._key))
-
-    def poll(self) -> int | None:
-        """Exit status, minus the signal that killed it; None while it runs."""
-        forks = _Forks.here()
-        forks.read(0.0)
-        return forks.statuses.get(self._key)
-
-    def wait(self, limit_s: float) -> int:
-        """Exit status, after a bounded time. Raises `subprocess.TimeoutExpired`."""
-        return _Forks.here().until(lambda forks: forks.statuses.get(self._key), limit_s)
-
-    def send_signal(self, number: int) -> None:
-        """Signal the launcher alone, which may have ended."""
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        streams = {"out": out.fileno(), "err": err.fileno()}
+        super().__init__(_launch, folder, arguments, **streams, **variables)
 
     def kill(self) -> None:
         """Kill the launcher, and wait for its end."""
-        self.send_signal(signal.SIGKILL)
+        super().kill()
         self.wait(60.0)
 
 
@@ -75,36 +47,15 @@ def launched(folder: Path, *arguments: str, **variables: str) -> subprocess.Comp
     return subprocess.CompletedProcess(arguments, status, *(log.read_text() for log in logs))
 
 
-class _Forks:
-    """The process that forks launchers, and what it has told of each one."""
-
-    def __init__(self) -> None:
-        self.server = ForkServer({**os.environ, "PYTHONPATH": str(ROOT)})
-        self.server.preload(Command(__file__, "script"))
-        self.pids: dict[str, int] = {}
-        self.statuses: dict[str, int] = {}
-
-    @staticmethod
-    @cache
-    def here() -> _Forks:
-        """The one of this process, which ends with it."""
-        return _Forks()
-
-    def until(self, found: Callable[[_Forks], int | None], limit_s: float = 300.0) -> int:
-        deadline = time.monotonic() + limit_s
-        while (value := found(self)) is None:
-            if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(["resihp.launch"], limit_s)
-            self.read(0.1)
-        return value
-
-    def read(self, seconds: float) -> None:
-        select.select([self.server], [], [], seconds)
-        for event in self.server.events():
-            if isinstance(event, Started):
-                self.pids[event.key] = event.pid
-            else:
-                self.statuses[event.key] = event.status
+def _launch(folder: Path, arguments: tuple[str, ...]) -> None:
+    os.setsid()
+    # As in a terminal; what the tests were started from, such as nohup, may ignore them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.chdir(folder)
+    sys.argv = ["launcher", *arguments]
+    fork_server.start_python = _ForkedServer().start
+    sys.exit(main())
 
 
 class _ForkedServer:
@@ -130,8 +81,7 @@ class _ForkedServer:
             os._exit(0)
         os.environ.clear()
         os.environ.update(json.loads(data))
-        fork_server.serve(descriptors[0])
-        sys.exit()  # a rank, whose script has ended
+        _end_as_python(lambda: fork_server.serve(descriptors[0]))
 
     def start(self, control: int, environment: Mapping[str, str]) -> Any:
         """Stand for `start_python`; a launcher whose process that forks was lost starts Python."""
@@ -161,12 +111,17 @@ class _ForkedServer:
         os.kill(self._pid, signal.SIGKILL)
 
 
-if __name__ == "__main__":
-    from resihp.launch.supervisor import main
-
-    # As in a terminal; what the tests were started from, such as nohup, may ignore them.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    os.chdir(os.environ.pop(_FOLDER))
-    fork_server.start_python = _ForkedServer().start
-    sys.exit(main())
+def _end_as_python(run: Callable[[], None]) -> NoReturn:
+    """End this process as Python does when a script has ended, here that of a rank."""
+    status = 0
+    try:
+        run()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:  # noqa: BLE001 - as Python does
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    ctypes.pythonapi.Py_Exit(status)
+    raise AssertionError
