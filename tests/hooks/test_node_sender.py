@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +32,8 @@ from resihp.hooks._merger import (
 from resihp.hooks._node_socket import SILENCE_S, FrameKind, FrameSocket, NodeAddress
 from resihp.hooks._pace import MessagePace
 from resihp.hooks._stats import FailureLog
+from tests.forked import ForkedProcess
+from tests.hooks import sharing_rank
 from tests.service.forked_sidecar import ForkedSidecar
 
 RANKS = 4
@@ -130,19 +132,17 @@ class HttpSidecar:
 
 
 class Rank:
-    """One process of `sharing_rank.py`."""
+    """One process of `sharing_rank`."""
 
     def __init__(self, rank: int, url: str, log: Path, **options: Any) -> None:
         self.rank = rank
-        script = Path(__file__).with_name("sharing_rank.py")
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-        environment.pop("LOCAL_WORLD_SIZE", None)
         given = {"interval_s": 0.4, "heartbeat_s": 0.4, "sensors": False, **options}
         given.setdefault("silence_s", PATIENCE_S)
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(script), url, json.dumps(given)], env=environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+        self._asked, theirs = multiprocessing.Pipe()
+        with theirs, log.open("w") as errors:
+            self.process = ForkedProcess(
+                sharing_rank.main, url, given, theirs,
+                out=errors.fileno(), err=errors.fileno(), RANK=str(rank), WORLD_SIZE=str(RANKS),
             )  # fmt: skip
 
     def state(self) -> dict[str, Any]:
@@ -156,13 +156,11 @@ class Rank:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(60)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self._asked.close()
 
     def _ask(self, word: str) -> dict[str, Any]:
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        self._asked.send(word)
+        return self._asked.recv()
 
 
 @pytest.fixture(autouse=True)
