@@ -7,10 +7,11 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from resihp.launch import fork_server
 from resihp.launch.fork_server import Ended, ForkServer, Started
 from resihp.launch.options import Command
 from resihp.launch.preloading import top_level_imports
 from tests.elastic.engine_job import is_running
+from tests.forked import ForkedProcess
 
 LIMIT_S = 300.0
 TELL = """
@@ -70,6 +73,23 @@ class Ranks:
 
     def logs(self) -> str:
         return "\n".join(log.read_text() for log in sorted(self.folder.glob("log-*")))
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are forked, with torch at once, where the start of theirs is not what is tested."""
+    monkeypatch.setattr(fork_server, "start_python", _start_forked)
+
+
+def _start_forked(control: int, environment: Mapping[str, str]) -> ForkedProcess:
+    with socket.socket(fileno=os.dup(control)) as theirs:
+        return ForkedProcess(_serve, theirs, os.getcwd(), out=1, err=2, **environment)
+
+
+def _serve(control: socket.socket, folder: str) -> None:
+    os.setsid()
+    os.chdir(folder)
+    fork_server.serve(control.detach())
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +235,7 @@ def test_what_a_completed_script_has_started_goes_on(ranks: Ranks) -> None:
     os.kill(told["child"], signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_ranks_have_started_is_killed_when_their_server_is_lost(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     try:
@@ -309,6 +330,7 @@ def until(check: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("forked")
 def test_modules_are_imported_before_the_fork_where_that_changes_nothing(tmp_path: Path) -> None:
     for name, text in MODULES.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -340,6 +362,7 @@ def test_modules_are_imported_before_the_fork_where_that_changes_nothing(tmp_pat
         ranks.server.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_begins_in_the_launchers_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,7 +405,9 @@ else:
 
 
 @pytest.fixture
-def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ranks, str, Path]]:
+def importing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None
+) -> Iterator[tuple[Ranks, str, Path]]:
     """A server that imports a module for as long as nobody touches `go`, and a rank that waits."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)
