@@ -21,7 +21,7 @@ from resihp.layout import Param, Range
 from tests.elastic.test_models import ALONE, OPTIMIZER, SHAPE, TIED, batch
 from tests.elastic.threads import exchange_of, on_ranks
 
-MICROBATCHES, RANKS = 7, tuple(range(8))
+MICROBATCHES, RANKS = 4, tuple(range(8))
 
 
 @dataclass(frozen=True)

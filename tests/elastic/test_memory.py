@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from resihp.contracts import (
     InfeasibleError,
     Job,
     Layout,
+    Memory,
     ModelShape,
     Plan,
     Schedule,
@@ -30,7 +32,7 @@ from scheduler import make_plan, simulate
 from tests.elastic.operators import NoteOperators
 from tests.elastic.threads import on_ranks
 
-TOKENS, QUOTA = 256, 3
+TOKENS, SHORT, QUOTA = 256, 32, 3
 SHAPE = ModelShape(layers=4, hidden=96, heads=8, kv_heads=4, ffn=256, vocab=500)
 PLAIN = replace(SHAPE, kv_heads=8, gated=False, tied_embeddings=True)
 MODELS = {
@@ -44,23 +46,31 @@ LAYOUTS = {
     "tp": Layout.grid(dp=1, pp=2, tp=2, layers=4, units=4),
     "dp": Layout.grid(dp=2, pp=2, tp=1, layers=4, units=4),
 }
+ADAMW = Optimizer(torch.optim.AdamW, lr=1e-3)
 MODES: tuple[Recompute | None, ...] = (None, "attention", "layers")
 
 
 def batch(step: int, index: int) -> Packed:
+    """A short one in the first step, which is there to make all state."""
     chosen = torch.Generator().manual_seed(1000 * step + index)
-    ids = torch.randint(SHAPE.vocab, (TOKENS + 1,), generator=chosen)
-    return Packed(ids[:-1], ids[1:], (TOKENS // 2, TOKENS - TOKENS // 2))
+    tokens = TOKENS if step else SHORT
+    ids = torch.randint(SHAPE.vocab, (tokens + 1,), generator=chosen)
+    return Packed(ids[:-1], ids[1:], (tokens // 2, tokens // 2))
 
 
 def short_batch(step: int, index: int) -> Packed:
     packed = batch(step, index)
-    return Packed(packed.tokens[:32], packed.targets[:32], (32,))
+    return Packed(packed.tokens[:SHORT], packed.targets[:SHORT], (SHORT,))
 
 
 def setup_of(model: str, recompute: Recompute | None = None) -> Setup:
-    adamw = Optimizer(torch.optim.AdamW, lr=1e-3)
-    return Setup(MODELS[model], adamw, batch, recompute=recompute)
+    return Setup(MODELS[model], ADAMW, batch, recompute=recompute)
+
+
+@cache
+def memory_of(setup: Setup) -> Memory:
+    """What training takes; measured once for all layouts and schedules."""
+    return measure_memory(setup, setup.data(1, 0))
 
 
 def job_of(
@@ -79,7 +89,7 @@ def job_of(
         tokens_per_microbatch=TOKENS,
         schedule=schedule,
         recompute=setup.recompute == "layers",
-        memory=measure_memory(setup, setup.data(0, 0), budget_bytes=budget_bytes),
+        memory=replace(memory_of(setup), budget_bytes=budget_bytes),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from functools import cache
 from math import nan
 from types import SimpleNamespace
 from typing import Any
@@ -80,13 +81,11 @@ def test_a_chain_of_resizes_and_updates_is_that_of_one_rank(
     step = 0
     for old, new in zip(chain, [*chain[1:], chain[0]], strict=True):
         for _ in range(at_first if step == 0 else 1):
-            for held in (alone, shards):
-                _update(held, model, optimizer, step)
+            _update((alone, shards), model, optimizer, step)
             step += 1
         shards = _resize(shards, old, new, model, optimizer, step)
         _assert_same_bits(shards, alone[0])
-    for held in (alone, shards):
-        _update(held, model, optimizer, step)
+    _update((alone, shards), model, optimizer, step)
     _assert_same_bits(shards, alone[0])
 
 
@@ -167,17 +166,26 @@ def _groups(layout: Layout, rank: int) -> LayoutGroups:
     return LayoutGroups(layout, place, group, group, None, None)
 
 
-def _update(shards: dict[int, Shard], model: Model, optimizer: Optimizer, step: int) -> None:
-    """An update of every rank by its ranges of made-up gradients of the whole model."""
-    gradients = {}
-    for param in model.parameters.all:
-        chosen = torch.Generator().manual_seed(random.Random(f"{step}/{param.key}").getrandbits(32))
-        gradients[param] = torch.randn(param.shape, generator=chosen)
-    for shard in shards.values():
+def _update(
+    jobs: tuple[dict[int, Shard], ...], model: Model, optimizer: Optimizer, step: int
+) -> None:
+    """An update of every rank of all jobs by its ranges of made-up gradients of the whole model."""
+    gradients = _gradients(model, step)
+    for shard in (shard for job in jobs for shard in job.values()):
         for param, tensor in shard.tensors.items():
             tensor.grad = rows(gradients[param], param, shard.ranges[param]).clone()
         optimizer.set_rate(shard.optimizer, step)
         shard.optimizer.step()
+
+
+@cache
+def _gradients(model: Model, step: int) -> dict[Param, torch.Tensor]:
+    """Noise."""
+    gradients = {}
+    for param in model.parameters.all:
+        chosen = torch.Generator().manual_seed(random.Random(f"{step}/{param.key}").getrandbits(32))
+        gradients[param] = torch.randn(param.shape, generator=chosen)
+    return gradients
 
 
 def _resize(
