@@ -140,7 +140,7 @@ def test_the_step_is_the_undisturbed_one(seed: int, model: Model, losses: int) -
     setup = Setup(model, OPTIMIZER, batch)
     whole = undisturbed(setup)
     for round_ in range(2):
-        chosen = random.Random(100 * seed + round_)
+        chosen = random.Random(8 * seed + round_)
         acts = random_acts(chosen, losses=losses, widest=3)
         assert_same_step(play(setup, acts), whole, exact=False)
 
@@ -151,6 +151,6 @@ def test_in_a_fixed_order_it_is_so_to_the_last_bit(seed: int) -> None:
     setup = Setup(Llama(SHAPE), OPTIMIZER, batch, deterministic=True)
     whole = undisturbed(setup)
     for round_ in range(2):
-        chosen = random.Random(100 * seed + round_)
+        chosen = random.Random(8 * seed + round_)
         acts = random_acts(chosen, losses=1 + round_, widest=1)
         assert_same_step(play(setup, acts), whole, exact=True)
