@@ -10,14 +10,22 @@ from resihp.elastic.process_groups import staged
 from resihp.elastic.process_groups.staged import DeviceCopies, StagedGlooCommunicators
 from resihp.elastic.step import Setup
 from tests.elastic.late_copies import LateCommunicators, LateCopies
-from tests.elastic.test_models import ALONE, LAYOUTS, MICROBATCHES, MODELS, OPTIMIZER, batch
+from tests.elastic.test_models import (
+    ALONE,
+    LAYOUTS,
+    MICROBATCHES,
+    MODELS,
+    OPTIMIZER,
+    STEPS,
+    batch,
+)
 from tests.elastic.threads import Run, train
 
 
 def trained(layout: Layout, maker: type[StagedGlooCommunicators] | None, **options: bool) -> Run:
     quotas = even_quotas(MICROBATCHES, layout.dp)
     plan = Plan(version=0, layout=layout, quotas=quotas, schedule=Schedule.ZERO_BUBBLE)
-    return train(Setup(MODELS["llama"], OPTIMIZER, batch, **options), plan, 3, maker=maker)
+    return train(Setup(MODELS["llama"], OPTIMIZER, batch, **options), plan, STEPS, maker=maker)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
