@@ -86,11 +86,9 @@ class StepTimes(Persistent):
 
     def _close(self, step: int) -> StepTime:
         times_ms = self._times_ms.pop(step)
-        ranks = {
-            rank: (times[0], times[1], times[2], times[3])
-            for rank, times in zip(self._progress.ranks.tolist(), times_ms.tolist(), strict=True)
-            if any(times)
-        }
+        some = np.flatnonzero(times_ms.any(axis=1))
+        found = zip(self._progress.ranks[some].tolist(), times_ms[some].tolist(), strict=True)
+        ranks = {rank: (times[0], times[1], times[2], times[3]) for rank, times in found}
         return StepTime(step, float(times_ms.sum(axis=1).max()), ranks)
 
 
