@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Op, TelemetryBatch
+from resihp.contracts import TelemetryBatch
 
 from .persistence import Persistent
 from .rank_table import RankTable
+from .step_assembler import is_pass
 
 _FRAME = ("rank", "microbatch", "chunk", "op", "peer")
-_COMPUTE = (int(Op.FORWARD), int(Op.BACKWARD))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class _Frame:
     @classmethod
     def of(cls, batch: TelemetryBatch, places: RankTable) -> _Frame:
         replica = places.dp[places.index(batch.rank)]
-        some = (batch.microbatch >= 0) & np.isin(batch.op, _COMPUTE)
+        some = (batch.microbatch >= 0) & is_pass(batch.op)
         key = np.where(some, (replica << 32) | batch.microbatch, -1)
         distinct, work = np.unique(key, return_inverse=True)
         work = work.reshape(-1) - int(distinct[0] == -1)

@@ -41,6 +41,12 @@ _LEAST_BEHIND = 64
 """Messages of earlier steps that are kept, at least, to begin with after a restart."""
 
 
+def is_pass(op: NDArray[np.integer]) -> Bools:
+    """Mask of the records of forward and backward passes."""
+    result: Bools = (op == Op.FORWARD) | (op == Op.BACKWARD)
+    return result
+
+
 @dataclass
 class _OpenStep:
     """Records of each rank so far, and the number of messages when the step was opened."""
@@ -123,7 +129,7 @@ class StepProgress(Persistent):
         self._fills |= bool((usable & (behind > 0) & (behind < self._gap)).any())
         in_time = usable & (behind < 0)
         self.late = int(np.count_nonzero(usable & ~in_time))
-        self._learn_late(index[near & ~in_time & np.isin(batch.op, COMPUTE)])
+        self._learn_late(index[near & ~in_time & is_pass(batch.op)])
         usable = in_time & (batch.step <= self._last_admitted(newest))
         self.astray = int(np.count_nonzero(in_time & ~usable))
         senders = np.unique(index[usable])
@@ -318,7 +324,7 @@ class StepAssembler(Persistent):
             first = first[~np.isin(keys[first], np.concatenate(known))]
         if first.size:
             opened.add(part.select(first), keys[first], members)
-        self.progress.count(step, index[first][np.isin(part.op[first], COMPUTE)])
+        self.progress.count(step, index[first][is_pass(part.op[first])])
 
     def _assembled(self, opened: _OpenRecords) -> TelemetryBatch:
         if not opened.parts:
@@ -326,8 +332,10 @@ class StepAssembler(Persistent):
         whole = TelemetryBatch.concat(opened.parts)
         whole = whole.select(np.argsort(np.concatenate(opened.keys), kind="stable"))
         replica = self._places.dp[self._places.index(whole.rank)]
-        number = numbered(replica, whole.microbatch, self._largest_quota).astype(np.int32)
-        return replace(whole, microbatch=number)
+        number = numbered(replica, whole.microbatch, self._largest_quota)
+        if np.array_equal(number, whole.microbatch):
+            return whole
+        return replace(whole, microbatch=number.astype(np.int32))
 
     def state(self) -> State:
         """The saved attributes, the parts of each open step joined."""
@@ -345,7 +353,7 @@ def _keys(part: TelemetryBatch, index: Ints) -> Ints:
     key = (index << 3) | part.op
     key = (key << 20) | ((part.microbatch.astype(np.int64) + 1) & 0xFFFFF)
     key = (key << 12) | (part.chunk.astype(np.int64) & 0xFFF)
-    other = ~np.isin(part.op, COMPUTE)
+    other = ~is_pass(part.op)
     if other.any():
         mixed = ((part.microbatch[other].astype(np.int64) << 32) ^ part.peer[other]).view(np.uint64)
         for name in ("compute_ms", "wait_ms", "start_ms"):

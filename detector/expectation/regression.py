@@ -128,12 +128,11 @@ class CellRegression(Persistent):
         touched = np.bincount(cell, minlength=cells) > 0
         self._gram[touched] *= self._fade
         self._moment[touched] *= self._fade
-        for i in range(width):
-            weighted = weights * relative[:, i]
-            self._moment[:, i] += np.bincount(cell, weighted, cells)
-            for j in range(i, width):
-                self._gram[:, i, j] += np.bincount(cell, weighted * relative[:, j], cells)
-                self._gram[:, j, i] = self._gram[:, i, j]
+        weighted = weights[:, None] * relative
+        self._moment += _sums(cell, weighted, cells)
+        i, j = np.triu_indices(width)
+        self._gram[:, i, j] += _sums(cell, weighted[:, i] * relative[:, j], cells)
+        self._gram[:, j, i] = self._gram[:, i, j]
         if touched.any():
             size = np.einsum("cii->c", self._gram[touched])
             ridge = np.maximum(self._ridge[touched], _LEAST_RIDGE * size[:, None])
@@ -142,6 +141,14 @@ class CellRegression(Persistent):
             best = _least_squares(gram, moment, self._non_negative)
             self.theta[touched] = best * self._unit[touched]
             self._spread[touched] = np.linalg.inv(gram)
+
+
+def _sums(cell: Ints, values: Floats, cells: int) -> Floats:
+    """Sum of the rows of each cell; at once, since most calls have few rows and many columns."""
+    width = values.shape[1]
+    at = cell[:, None] * width + np.arange(width)
+    sums = np.bincount(at.reshape(-1), values.reshape(-1), cells * width)
+    return np.asarray(sums.reshape(cells, width), np.float64)
 
 
 def _least_squares(gram: Floats, moment: Floats, non_negative: Bools) -> Floats:
