@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -22,15 +23,20 @@ METAPHORS = {
 }
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
+def modules() -> Iterator[Path]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text())
+            yield path.relative_to(ROOT)
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse((ROOT / path).read_text()) for path in modules()}
 
 
 def test_public_class_names_are_unique():
     found = defaultdict(list)
-    for path, tree in modules():
+    for path, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(str(path))
@@ -40,7 +46,7 @@ def test_public_class_names_are_unique():
 
 def test_docstrings_start_with_a_verb_or_a_noun():
     wrong = []
-    for path, tree in modules():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = (ast.get_docstring(node) or "Text").split()
@@ -52,7 +58,7 @@ def test_docstrings_start_with_a_verb_or_a_noun():
 def test_modules_have_no_private_metaphors():
     wrong = [
         str(path)
-        for path, _ in modules()
+        for path in modules()
         if METAPHORS & {part.strip("_") for part in path.with_suffix("").parts}
     ]
     assert wrong == []
