@@ -166,9 +166,10 @@ def _ordered(
     kept = [a for a in range(values.ndim) if a not in axes]
     merged = math.prod(values.shape[a] for a in axes)
     moved = values.transpose(*kept, *axes).reshape(*(values.shape[a] for a in kept), merged)
-    ordered = np.sort(np.where(np.isfinite(moved), moved, np.nan), axis=-1)
+    finite = np.isfinite(moved)
+    ordered = np.sort(np.where(finite, moved, np.nan), axis=-1)
     shape = tuple(1 if a in axes else size for a, size in enumerate(values.shape))
-    return ordered, np.isfinite(ordered).sum(axis=-1), shape
+    return ordered, finite.sum(axis=-1), shape
 
 
 def _pick(ordered: NDArray[np.float64], index: NDArray[np.intp]) -> NDArray[np.float64]:
