@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import process as this_process
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -57,9 +58,10 @@ class ForkedProcess:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Signal it, unless it has ended."""
+        """Signal it, unless it has ended, as it may just now."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Ask it to end."""
