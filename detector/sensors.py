@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
+
 from resihp.contracts import Heartbeat
 
+from .arrays import Bools
 from .evidence.status import FAIL_SLOW, HEALTHY, SUSPECT, StatusTable
 from .persistence import Persistent
 from .rank_table import RankTable
@@ -87,7 +90,17 @@ class Sensors(Persistent):
         state = (history.version(at), onset, round(slowdown, 2))
         known, causes = self._found.get(at, (None, ()))
         if state != known:
-            peers = peers_of(at, self._places.peers, history.known & (table.status == HEALTHY))
+            peers = peers_of(at, self._places.peers, self._usable(table, slowdown))
             causes = causes_of(history, at, onset=onset, slowdown=slowdown, peers=peers)
             self._found[at] = state, causes
         return causes
+
+    def _usable(self, table: StatusTable, slowdown: float) -> Bools:
+        """Ranks to compare one of this slowdown with: the healthy ones; where there are none, those
+        that are slow as well, but less."""
+        usable = self._history.known & (table.status == HEALTHY)
+        if usable.any():
+            return usable
+        slow = np.isin(table.status, (SUSPECT, FAIL_SLOW))
+        less: Bools = self._history.known & slow & (table.factor < slowdown)
+        return less

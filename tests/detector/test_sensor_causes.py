@@ -3,7 +3,7 @@ and from its own past."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -53,13 +53,21 @@ class Monitored:
     """A job with one slow rank, whose ranks send a sample every fourth step."""
 
     def __init__(
-        self, read: Readings | None, *, factor: float = 1.5, onset: int = ONSET, seed: int = 5
+        self,
+        read: Readings | None,
+        *,
+        factor: float = 1.5,
+        onset: int = ONSET,
+        seed: int = 5,
+        job: Job = JOB,
+        faults: Sequence[Fault] | None = None,
     ) -> None:
-        self.detector = Detector(JOB)
+        self.detector, self.ranks = Detector(job), job.layout.ranks
         self.changed: list[Verdict] = []
         self.read, self.sent = read, 0
-        faults = [Fault(rank=SLOW, factor=factor, from_step=onset)] if factor > 1.0 else []
-        self.batches = steps_of(JOB, LENGTHS, steps=STEPS, seed=seed, faults=faults)
+        if faults is None:
+            faults = [Fault(rank=SLOW, factor=factor, from_step=onset)] if factor > 1.0 else []
+        self.batches = steps_of(job, LENGTHS, steps=STEPS, seed=seed, faults=faults)
 
     def run(self, until: int = STEPS) -> Monitored:
         for batch in self.batches:
@@ -82,7 +90,7 @@ class Monitored:
                 step=step,
                 sensors=SensorSample(seconds=1.0, **self.read(rank, step)),
             )
-            for rank in RANKS
+            for rank in self.ranks
         ]
         self.changed += self.detector.take_heartbeats(beats, float(step))
 
@@ -129,6 +137,21 @@ def test_what_changed_with_the_slowdown_joins_the_evidence_and_the_diagnosis(
     assert diagnosis.attribution[diagnosis.root_cause] > 0.6
     assert ("its host holds it back, not its device" in diagnosis.detail[0]) == host
     assert "Rank 3" in diagnosis.detail[0]
+
+
+def test_where_no_rank_is_healthy_those_that_are_slow_less_are_its_peers() -> None:
+    """As on a machine that all ranks share with other work."""
+
+    def read(rank: int, step: int) -> dict[str, float]:
+        return {**QUIET, "cpu_throttled": 0.4 if rank == 1 and step >= ONSET else 0.0}
+
+    layout = Layout.grid(dp=2, pp=1, tp=1, layers=16)
+    job = Job(name="small", layout=layout, microbatches=8, tokens_per_microbatch=8192)
+    faults = [Fault(rank=0, factor=1.5, from_step=14), Fault(rank=1, factor=2.5, from_step=ONSET)]
+    less, more = Monitored(read, job=job, faults=faults).run().detector.verdicts()
+    assert less.status is more.status is Status.FAIL_SLOW
+    assert "its cgroup throttled it 40% of the time since step 30; its peers 0%" in more.evidence
+    assert all("; its peers" not in line for line in less.evidence)
 
 
 def test_the_verdict_is_told_again_once_its_cause_is_known() -> None:
