@@ -98,9 +98,8 @@ class Sensors(Persistent):
     def _usable(self, table: StatusTable, slowdown: float) -> Bools:
         """Ranks to compare one of this slowdown with: the healthy ones; where there are none, those
         that are slow as well, but less."""
-        usable = self._history.known & (table.status == HEALTHY)
-        if usable.any():
-            return usable
-        slow = np.isin(table.status, (SUSPECT, FAIL_SLOW))
-        less: Bools = self._history.known & slow & (table.factor < slowdown)
-        return less
+        usable: Bools = self._history.known & (table.status == HEALTHY)
+        if not usable.any():
+            slow = np.isin(table.status, (SUSPECT, FAIL_SLOW))
+            usable = self._history.known & slow & (table.factor < slowdown)
+        return usable
