@@ -29,7 +29,9 @@ _SAMPLES, _PEER_SAMPLES = 2, 4
 """Least samples of the rank, and of its peers together, since the onset."""
 _MOST_PEERS = 64
 _HIGH = 0.95
-"""Quantile of the peers' readings, and of the rank's own past, beyond which a reading must be."""
+"""Quantile of the peers' readings beyond which a reading must be."""
+_SCATTER = 5.0
+"""Median distances of the rank's own past from its middle, beyond which a reading is another."""
 _FAULT_S = 0.01
 """Longest wait for a page from a disk, in general."""
 _MOST_SENTENCES = 3
@@ -180,7 +182,7 @@ def causes_of(
         past = history.before(name, at, onset)
         sign = -1.0 if kind.low_is_worse else 1.0
         value, usual = _middle(name, own), float(np.median(theirs))
-        if _is_beyond(sign * value, sign * theirs) and _is_beyond(sign * value, sign * past):
+        if _is_beyond(sign * value, sign * theirs) and _is_changed(sign * value, sign * past):
             explained = kind.explains(value, usual, busy) if kind.explains is not None else 0.0
             if kind.explains is None or explained >= least:
                 found.append(SensorCause(name, kind.cause, explained, value, usual))
@@ -201,12 +203,18 @@ def _middle(name: str, own: Floats) -> float:
 
 
 def _is_beyond(value: float, others: Floats) -> bool:
-    """Return whether a value is above other values by more than these scatter; true where there
-    are none."""
-    if not others.size:
-        return True
+    """Return whether a value is above other values by more than these scatter."""
     high = float(np.quantile(others, _HIGH, method="higher"))
     return value > high and value - high > high - float(np.median(others))
+
+
+def _is_changed(value: float, past: Floats) -> bool:
+    """Return whether a value is above most of those from before by more than these scatter; true
+    where there are none. The onset is known to a few steps, so that some may be from after it."""
+    if not past.size:
+        return True
+    middle = float(np.median(past))
+    return value - middle > _SCATTER * float(np.median(np.abs(past - middle)))
 
 
 def is_host_made(causes: Sequence[SensorCause], slowdown: float) -> bool:

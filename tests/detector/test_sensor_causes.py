@@ -202,6 +202,12 @@ def test_what_was_always_so_is_no_cause() -> None:
     assert job.detector.diagnosis().root_cause is Cause.DEVICE
 
 
+def test_the_onset_may_be_late_by_a_few_samples() -> None:
+    read = of_slow(cpu_throttled=0.34)
+    job = Monitored(lambda rank, step: read(rank, step + 8)).run()
+    assert "its cgroup throttled it 34% of the time since step 30" in job.said()
+
+
 def test_a_rank_that_was_slow_from_the_start_is_compared_with_its_peers_alone() -> None:
     job = Monitored(
         lambda rank, step: {"cpu_waiting": 0.4 if rank == SLOW else 0.0}, factor=1.6, onset=0
