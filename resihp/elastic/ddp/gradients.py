@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 
@@ -75,11 +75,17 @@ class LoopGradients:
 
     @contextmanager
     def adding(
-        self, microbatches: Sequence[int], groups: ReplicaGroups, *, is_last: bool
+        self,
+        microbatches: Sequence[int],
+        groups: ReplicaGroups,
+        *,
+        is_last: bool,
+        is_batch: bool = False,
     ) -> Iterator[None]:
         """Enclose the passes of `microbatches`; the sums of the last ones are sent over `groups`.
 
-        Of several microbatches at once, FSDP2 in a pipeline adds to its gradients at the end.
+        is_batch  they are computed at once, by the schedule of a pipeline, in which FSDP2 adds to
+                  its gradients at the end
         """
         if self._ordered and len(microbatches) > 1:
             raise ContractError(
@@ -87,13 +93,14 @@ class LoopGradients:
                 "the schedule of a pipeline adds microbatches up in an order of its own: iterate "
                 "over the step itself, one microbatch at a time",
             )
+        earlier = self._set_aside() if is_batch else {}
         gradients = [parameter.grad for parameter in self.parameters]
         before = [(gradient, _writes(gradient)) for gradient in gradients]
         # A schedule may add to some gradients without backward; DDP writes to them behind it.
         is_watched = len(microbatches) == 1 and not self._has_ddp
         watch = _BackwardWatch(self.parameters if is_watched else [], self._sharded)
         exchange: AbstractContextManager[None] = nullcontext()
-        if is_last and self._overlap and len(groups.data_parallel) > 1:
+        if is_last and self._overlap and not earlier and len(groups.data_parallel) > 1:
             self._ahead = self._all_reduce(groups)
             exchange = self._ahead.overlapped(
                 passes=lambda one: 1 if one in self._sharded else len(microbatches)
@@ -101,6 +108,7 @@ class LoopGradients:
         with watch, exchange:
             yield
         self._check(before, has_changed=watch.has_changed)
+        _add_to(earlier)
         if is_last or self._ordered:
             self._redistribute()
         if self._ordered:
@@ -144,8 +152,7 @@ class LoopGradients:
         self._summed = self._summed[:buckets]
         if not share.inherited:
             self._held.clear()
-            for gradient in self._local():
-                gradient.zero_()
+            self._drop()
         elif share.inherited[0].total:
             assert self.total is not None
             self._held = {(0, self._microbatches): self.total}
@@ -186,6 +193,18 @@ class LoopGradients:
                 assert isinstance(parameter.grad, DTensor)
                 placements = parameter.placements
                 parameter.grad = parameter.grad.redistribute(placements=placements)
+
+    def _set_aside(self) -> dict[nn.Parameter, DTensor]:
+        """Take the gradients of FSDP2 from their parameters.
+
+        A schedule of torch (2.13) that is new, for another number of microbatches, begins with
+        passes that tell it the shapes between its stages, and drops FSDP2's gradients after them.
+        """
+        taken: dict[nn.Parameter, DTensor] = {}
+        for parameter in self._sharded.intersection(self.parameters):
+            if isinstance(parameter.grad, DTensor):
+                taken[parameter], parameter.grad = parameter.grad, None
+        return taken
 
     def _put_in_place(self, total: Sequence[torch.Tensor]) -> None:
         for parameter, summed in zip(self.parameters, total, strict=True):
@@ -271,6 +290,14 @@ def _writes(gradient: torch.Tensor | None) -> int:
         return gradient._version
     with torch.no_grad():  # no graph of the local part
         return gradient._version + gradient.to_local()._version
+
+
+def _add_to(earlier: Mapping[nn.Parameter, DTensor]) -> None:
+    """Add the gradients of parameters to earlier ones, which take their place."""
+    for parameter, gradient in earlier.items():
+        if isinstance(parameter.grad, DTensor):
+            gradient.to_local().add_(parameter.grad.to_local())
+        parameter.grad = gradient
 
 
 def _laid_out(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:

@@ -212,7 +212,8 @@ class Replicas:
         assert self._groups is not None
         todo = tuple(index for index in self._membership.share.todo if index not in step.done)
         for batch in step.batches_of(todo):
-            with self._sums.adding(batch, self._groups, is_last=batch[-1] == todo[-1]):
+            is_last = batch[-1] == todo[-1]
+            with self._sums.adding(batch, self._groups, is_last=is_last, is_batch=step.is_batched):
                 yield batch
             for index in batch:
                 step.done.setdefault(index, MicrobatchReport())

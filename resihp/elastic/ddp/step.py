@@ -66,8 +66,8 @@ class Step:
     loss: float = math.nan
     weight: float | None = None
     done: dict[int, MicrobatchReport] = field(default_factory=dict)
+    is_batched: bool = False
     _present: tuple[int, ...] = ()
-    _is_batched: bool = False
 
     def __iter__(self) -> Iterator[int]:
         for (index,) in self._taken():
@@ -79,12 +79,12 @@ class Step:
         After a loss it redoes some, as many as its quota at most, in another batch. A replica that
         has just joined has none.
         """
-        self._is_batched = True
+        self.is_batched = True
         return self._taken()
 
     def batches_of(self, microbatches: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Divide `microbatches` as the loop takes them."""
-        if self._is_batched:
+        if self.is_batched:
             yield from [microbatches] if microbatches else []
         else:
             yield from ((index,) for index in microbatches)
