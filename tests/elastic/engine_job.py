@@ -61,7 +61,8 @@ SHIFTED = Layout(
     )
 )
 """As GRID, with everything changed that can be without leaving a replica."""
-TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50))
+TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=30), poll=timedelta(milliseconds=50))
+"""The machine may be busy; a process that is killed is seen at once."""
 BRISK = replace(TIMEOUTS, heartbeat=timedelta(seconds=1.5))
 """For jobs in which a process that is stopped is to be given up."""
 

@@ -34,7 +34,7 @@ from tests.elastic.engine_job import (
 
 STEPS = 12
 PATIENCE = timedelta(seconds=1)
-TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=5), poll=timedelta(milliseconds=50), plan=PATIENCE)
+TIMEOUTS = Timeouts(heartbeat=timedelta(seconds=20), poll=timedelta(milliseconds=50), plan=PATIENCE)
 
 
 @pytest.fixture(scope="module")
