@@ -75,9 +75,8 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if not saver.save(step, state):  # the one before is still under way
-                saver.wait(120)
-                saver.save(step, state)
+            saver.wait(120)  # for the one before: none is skipped
+            saver.save(step, state)
             dist.all_reduce(loss.detach_())
             losses.write(json.dumps([step, loss.item() / ranks]) + "\n")
             losses.flush()
