@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -82,13 +83,19 @@ def test_summaries_survive_the_store(processes: dict[int, int], count: int) -> N
     assert LivenessSummary.decode(summary.encode().encode()) == summary
 
 
-@given(st.lists(st.tuples(st.sampled_from("ei"), st.integers(0, 3)), max_size=12))
+@given(st.lists(st.tuples(st.sampled_from("eid"), st.integers(0, 3)), max_size=12))
 def test_only_what_follows_the_last_invitation_counts(events: list[tuple[str, int]]) -> None:
-    entry = {"e": ProcessHistory.end, "i": ProcessHistory.invitation}
-    raw = "," + "".join(entry[kind](rank) for kind, rank in events)
+    """It may be written more than once ("d"), by members that are late."""
+    numbers, raw = Counter[int](), ","
+    for kind, rank in events:
+        numbers[rank] += kind == "i"
+        is_end = kind == "e"
+        raw += (
+            ProcessHistory.end(rank) if is_end else ProcessHistory.invitation(rank, numbers[rank])
+        )
     history = ProcessHistory(raw.encode())
     for rank in range(4):
-        own = [kind for kind, of in events if of == rank]
+        own = [kind for kind, of in events if of == rank and kind != "d"]
         assert (rank in history.dead) == (own[-1:] == ["e"])
         number = own.count("i")
         old = LivenessSummary(1, "host", {rank: number - 1}, {rank: number - 1})
@@ -244,7 +251,7 @@ def test_an_invited_rank_starts_afresh_whatever_is_known_of_its_predecessor() ->
     job.stop({4})
     job.run_until(job.now_s + RANK_S + TAKEOVER_S)
     assert job.lost(0) == {4}
-    job.store.append(keys.PROCESS_HISTORY, ProcessHistory.invitation(4))
+    job.store.append(keys.PROCESS_HISTORY, ProcessHistory.invitation(4, 1))
     job.run_until(job.now_s + LOOK_S / 100)
     assert job.lost(0) == set()
     job.run_until(job.now_s + RANK_S)
@@ -258,6 +265,21 @@ def test_an_invited_rank_starts_afresh_whatever_is_known_of_its_predecessor() ->
     assert job.lost(0) == {4}
 
 
+def test_a_joiner_that_two_members_invite_is_known_as_started() -> None:
+    """The second one has seen it waiting, too, and writes its invitation when it is a member."""
+    job, invitation = members(), ProcessHistory.invitation(4, 1)
+    job.store.append(keys.PROCESS_HISTORY, invitation)
+    job.enter(4)
+    job.store.append(keys.PROCESS_HISTORY, invitation)
+    job.run_until(job.now_s + RANK_S)
+    overdue_s = TIMEOUTS.connect.total_seconds() + 1
+    assert job.members[0].silent(job.store, RANKS, overdue_s, len(RANKS)) == []
+    job.store.append(keys.PROCESS_HISTORY, ProcessHistory.end(4))
+    job.store.append(keys.PROCESS_HISTORY, invitation)
+    job.run_until(job.now_s + RANK_S)
+    assert job.lost(0) == {4}
+
+
 def test_an_announced_death_is_known_at_the_next_look() -> None:
     store = dist.HashStore()
     prepare(store)
@@ -265,7 +287,7 @@ def test_an_announced_death_is_known_at_the_next_look() -> None:
     assert member.silent(store, (0, 1), 0.0, 2) == []
     announce_death(store, 1)
     assert member.silent(store, (0, 1), 0.0, 2) == [1]
-    Joiners(store).reset([1])
+    Joiners(store).reset({1: 1})
     assert member.silent(store, (0, 1), 0.0, 2) == []
 
 

@@ -239,11 +239,11 @@ class ReplicaJoiner:
     def _invite(self, ranks: Sequence[int], plan: Plan) -> None:
         rendezvous, joiners = self._rendezvous, self._joiners
         waiting = joiners.waiting()
-        new = [rank for rank in ranks if rank in waiting]
+        new = {rank: waiting[rank] for rank in ranks if rank in waiting}
         joiners.reset(new)
-        for rank in new:
-            invitation = Invitation(rendezvous.recovery, 0, plan, rendezvous.alive)
-            joiners.invite(rank, waiting[rank], invitation)
+        invitation = Invitation(rendezvous.recovery, 0, plan, rendezvous.alive)
+        for rank, number in new.items():
+            joiners.invite(rank, number, invitation)
 
     @property
     def _joiners(self) -> Joiners:

@@ -129,12 +129,13 @@ class PlanPublisher:
         """Publish the proposal, and invite the joiners in it."""
         state, rendezvous = self._state, self._rendezvous
         waiting = self._joiners.waiting()
-        new = sorted(set(proposal.members) - set(rendezvous.alive))
+        ranks = sorted(set(proposal.members) - set(rendezvous.alive))
+        new = {rank: waiting.get(rank, 0) for rank in ranks}
         self._joiners.reset(new)
         self._proposals.publish(state.generation + 1, proposal)
         invitation = Invitation(rendezvous.recovery, state.generation, state.plan, proposal.members)
-        for rank in new:
-            self._joiners.invite(rank, waiting.get(rank, 0), invitation)
+        for rank, number in new.items():
+            self._joiners.invite(rank, number, invitation)
 
     # The next plan.
 

@@ -119,10 +119,10 @@ class Joiners:
             if history.ends[rank] == ends and not self._store.check([keys.invitation(rank, number)])
         }
 
-    def reset(self, ranks: Iterable[int]) -> None:
+    def reset(self, announcements: Mapping[int, int]) -> None:
         """Make what is known of earlier processes with these ranks void, before `invite`."""
-        for rank in ranks:
-            self._append(keys.PROCESS_HISTORY, ProcessHistory.invitation(rank))
+        for rank, number in announcements.items():
+            self._append(keys.PROCESS_HISTORY, ProcessHistory.invitation(rank, number))
 
     def invite(self, rank: int, number: int, invitation: Invitation) -> None:
         """Answer announcement `number` of `rank`."""

@@ -33,8 +33,8 @@ others of its host are suspended, they count as silent up to `TAKEOVER_LOOKS` to
 
 Key = TypeVar("Key", bound=Hashable)
 Processes = Mapping[int, int]
-"""Processes by rank; the number tells successive processes of a rank apart: that of invitations to
-the rank before the process became a member."""
+"""Processes by rank; the number tells successive processes of a rank apart: that of the invitation
+with which the process became a member, 0 for those at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,31 +144,33 @@ class ProcessHistory:
     """Ends of processes and invitations to ranks, in the order of the store.
 
     An invitation to a rank makes a new process of it a member: what is known of earlier ones,
-    their silence included, no longer counts.
+    their silence included, no longer counts. Several members may write the same one, late too.
+
+    invitations  number of the newest one to each rank
     """
 
     def __init__(self, raw: bytes = b"") -> None:
         self.ends, self.invitations = Counter[int](), Counter[int]()
         dead = set[int]()
-        for entry in raw.decode().split(","):
-            kind, rank = entry[:1], int(entry[1:] or 0)
-            if kind == "e":
+        for entry in filter(None, raw.decode().split(",")):
+            rank, number = map(int, entry[1:].split(":"))
+            if entry[0] == "e":
                 self.ends[rank] += 1
                 dead.add(rank)
-            elif kind == "i":
-                self.invitations[rank] += 1
+            elif number > self.invitations[rank]:
+                self.invitations[rank] = number
                 dead.discard(rank)
         self.dead = frozenset(dead)
 
     @staticmethod
     def end(rank: int) -> str:
         """Entry for the end of the process of `rank`."""
-        return f"e{rank},"
+        return f"e{rank}:0,"
 
     @staticmethod
-    def invitation(rank: int) -> str:
-        """Entry for an invitation to `rank`."""
-        return f"i{rank},"
+    def invitation(rank: int, number: int) -> str:
+        """Entry for invitation `number`, which answers that announcement of `rank`."""
+        return f"i{rank}:{number},"
 
 
 class LivenessView:
