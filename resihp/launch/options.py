@@ -430,8 +430,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--rdzv-id", help="identity of the job; default that of its store, else none")
     add(
         "--max-restarts",
-        help="limit of restarts of all ranks; default: until the same error comes twice at the "
-        "same step, or three in a row without progress",
+        help="limit of restarts of all ranks; default: until the same error comes twice without a "
+        "newer checkpoint, or three in a row without progress",
     )
     add("--join", metavar="RANKS", help="join a running job as these ranks, such as 2 or 2,3")
     add(
