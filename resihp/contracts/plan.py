@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from math import inf
 
 from ._json import OMIT_EMPTY, to_json
 from ._numbers import make_plain, number, whole_number, whole_numbers
@@ -39,6 +40,8 @@ class Plan:
     def __post_init__(self) -> None:
         make_plain(self, whole_number, "version", "from_step", least=0)
         make_plain(self, number, "step_ms", "bound_ms", least=0.0)
+        if self.gap == inf:
+            raise ContractError("bound_ms", f"is too small beside step_ms ({self.step_ms:g})")
         make_plain(self, whole_numbers, "quotas", least=0)
         make_plain(self, Schedule.named, "schedule")
         if len(self.quotas) != self.layout.dp:

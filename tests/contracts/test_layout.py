@@ -133,6 +133,7 @@ def test_plans_check_themselves_and_know_their_gap():
         ({"from_step": -1}, "from_step"),
         ({"step_ms": float("nan")}, "step_ms"),
         ({"bound_ms": float("inf")}, "bound_ms"),
+        ({"step_ms": 1e308, "bound_ms": 1e-300}, "bound_ms"),  # whose gap is no number
     ):
         with pytest.raises(ContractError) as caught:
             Plan(**{"version": 0, "layout": layout, "quotas": (2, 2), **wrong})

@@ -189,6 +189,7 @@ def test_a_plan_that_is_none_of_this_job_is_refused(http: Http, version, plan, f
         ({"quotas": [4, "4"]}, "plan.quotas[1]"),
         ({"layout": {}}, "plan.layout.replicas"),
         ({"step_ms": -1}, "plan.step_ms"),
+        ({"step_ms": 1e308, "bound_ms": 1e-300}, "plan.bound_ms"),  # a gap beyond all numbers
     ],
 )
 def test_what_is_wrong_in_a_plan_is_named_with_its_place_in_the_body(http: Http, changes, field):
