@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import queue
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -146,8 +146,10 @@ class _PlanProcess:
     def _receive(self, limit_s: float) -> Any:
         stdout = self._process.stdout
         assert stdout is not None
-        if not select.select([stdout], [], [], limit_s)[0]:
-            raise TimeoutError
+        with selectors.DefaultSelector() as selector:  # `select` knows no descriptor above 1023
+            selector.register(stdout, selectors.EVENT_READ)
+            if not selector.select(limit_s):
+                raise TimeoutError
         return pickle.load(stdout)
 
     def end(self) -> None:

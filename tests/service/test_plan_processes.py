@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from fakes import fake_adapters
 
+from resihp._process_limits import allow_open_files
 from resihp.contracts import InfeasibleError, Plan
 from resihp.contracts.codec import encode
 from scheduler import replan
@@ -50,6 +52,17 @@ def test_a_plan_is_the_one_that_is_made_here(executor: ProcessExecutor) -> None:
     with pytest.raises(InfeasibleError) as error:
         executor.submit(replan, job, first, dict.fromkeys(range(8), 0.0), step=4).result(WAIT_S)
     assert error.value.constraint == "ranks"
+
+
+def test_a_process_is_started_among_many_open_files() -> None:
+    """As where one process holds the worker and the connections of thousands of watchers."""
+    assert allow_open_files(2_048) >= 2_048
+    with contextlib.ExitStack() as stack:
+        for _ in range(1_100):
+            stack.callback(os.close, os.dup(0))
+        executor = ProcessExecutor(time_limit_s=WAIT_S)
+        stack.callback(executor.close)
+        assert executor.submit(abs, -1).result(WAIT_S) == 1
 
 
 def test_a_process_serves_one_call_after_the_other(executor: ProcessExecutor) -> None:
