@@ -20,6 +20,7 @@ _WARM_UP_STEPS = 2
 _ENOUGH_STEPS = 6  # healthy steps from which on the costs are fitted
 _BASELINE_STEPS = 12  # and up to which they are
 _ERRORS = 32  # steps whose expectation is compared with their time
+_MOST_OPEN = 64  # steps of which waits are kept: far more than are open until the costs are fitted
 
 
 LeastWaits = dict[int, dict[int, dict[int, float]]]
@@ -34,6 +35,9 @@ class CollectiveLatency:
     on no other stage, so that their ranks wait only for each other. The rank with the shortest
     wait in a pass arrived last: its wait is the latency of the collectives without the lateness
     of other ranks.
+
+    Waits are kept of the first few steps that are not taken yet, and of microbatches that the job
+    has, whatever steps and microbatches ranks send records of.
     """
 
     job: Job
@@ -53,7 +57,7 @@ class CollectiveLatency:
             return
         kinds = (column.astype(np.int64) for column in (batch.rank, batch.op, batch.chunk))
         at = positions(self._keys, _pass_key(*kinds))
-        rows = (at >= 0) & ~np.isnan(batch.wait_ms)
+        rows = (at >= 0) & ~np.isnan(batch.wait_ms) & (batch.microbatch < self.job.microbatches)
         at = at[rows]
         wait_ms = batch.wait_ms[rows] / self._layers[at]
         passes = np.stack([batch.microbatch[rows], self._numbers[at], batch.step[rows]])
@@ -64,10 +68,15 @@ class CollectiveLatency:
         for microbatch, number, step, ms in zip(*(c.tolist() for c in columns), strict=True):
             least = self.least_ms.setdefault(step, {}).setdefault(number, {})
             least[microbatch] = min(least.get(microbatch, np.inf), ms)
+        for step in sorted(self.least_ms)[_MOST_OPEN:]:
+            del self.least_ms[step]
 
     def take(self, step: int) -> float | None:
-        """Median over the groups for a complete step; None where nothing was measured."""
+        """Median over the groups for a complete step; None where nothing was measured. What came
+        late of earlier ones is dropped."""
         groups = self.least_ms.pop(step, {})
+        for late in [known for known in self.least_ms if known < step]:
+            del self.least_ms[late]
         return median(fmean(waits.values()) for waits in groups.values()) if groups else None
 
 

@@ -62,3 +62,17 @@ def test_of_an_interleaved_job_the_first_and_the_last_chunk_tell():
     collective_latency.add(waits(0, Op.BACKWARD, 0, {2: 700.0, 3: 700.0}))  # for the stage behind
     collective_latency.add(waits(0, Op.BACKWARD, 0, {2: 18.0, 3: 21.0}, chunk=1))
     assert collective_latency.take(0) == pytest.approx((6.0 / 3 + 18.0 / 3) / 2)
+
+
+def test_waits_are_kept_of_few_steps_and_of_the_microbatches_of_the_job():
+    """Whatever ranks send: steps far ahead, records that come late, microbatches beyond all."""
+    collective_latency = CollectiveLatency(JOB)
+    collective_latency.add(waits(5, Op.FORWARD, 0, {0: 4.0}))
+    for step in range(1_000, 2_000):
+        collective_latency.add(waits(step, Op.FORWARD, 0, {0: 1.0}))
+        collective_latency.add(waits(5, Op.FORWARD, step, {0: 1.0}))
+    assert len(collective_latency.least_ms) < 100
+    assert collective_latency.take(5) == pytest.approx(4.0 / 4)
+    collective_latency.add(waits(4, Op.FORWARD, 0, {0: 4.0}))
+    collective_latency.take(6)
+    assert min(collective_latency.least_ms) == 1_000
