@@ -29,7 +29,7 @@ from .api.problems import add_problem_handlers
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
-from .store.connection import check_redis, end_leases
+from .store.connection import check_redis, end_leases, without_password
 from .store.embedded_redis import EmbeddedRedis
 from .store.http_store import HttpStore
 from .worker.adapters import AdapterFactory, load_adapters
@@ -122,7 +122,7 @@ async def _open(
     stack.callback(notifier.close)
     if settings.worker:
         await _start_worker(stack, url, settings, adapters)
-    log.info("ready", redis=url)
+    log.info("ready", redis=without_password(url))
     store, watched = HttpStore(client, settings), HttpStore(watching, settings)
     _run_task(stack, _expire_jobs(store, settings.keep_jobs_days))
     lags = JobLags(store, settings)

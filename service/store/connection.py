@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import re
+
 import redis
 
 from ..errors import NoRedisError, StartError
 from .schema import APIS, JOBS, WORKERS, JobKeys
 
+_PASSWORD = re.compile(r"((?:^|://)[^:@/]*:)[^/]*(@)|([?&]password=)[^&]*")
+
+
+def without_password(url: str) -> str:
+    """The URL of a Redis as logs and errors may show it.
+
+    >>> without_password("redis://me:secret@db:6379/0")
+    'redis://me:***@db:6379/0'
+    >>> without_password("unix:///run/redis.sock?db=1&password=secret")
+    'unix:///run/redis.sock?db=1&password=***'
+    """
+    return _PASSWORD.sub(r"\1\3***\2", url)
+
 
 def check_redis(url: str, *, answer_s: float = 3.0) -> None:
     """Connect to Redis and close the connection. Raises `StartError`; `NoRedisError` where a later
     try may succeed."""
+    shown = without_password(url)
     try:
         with redis.Redis.from_url(url, protocol=2, socket_timeout=answer_s) as client:
             client.ping()
     except ValueError as error:
-        raise StartError(f"not a Redis URL: {url}: {error}") from None
+        raise StartError(f"not a Redis URL: {shown}: {error}") from None
     except redis.RedisError as error:
-        raise NoRedisError(f"cannot reach Redis at {url}: {error}") from None
+        raise NoRedisError(f"cannot reach Redis at {shown}: {error}") from None
 
 
 def end_leases(url: str) -> None:

@@ -18,7 +18,7 @@ import redis
 from ..errors import LeaseLostError, NoRedisError, StartError
 from ..logs import logger
 from ..settings import Settings
-from ..store.connection import check_redis
+from ..store.connection import check_redis, without_password
 from ..store.documents import JobMessage, stream_order
 from ..store.embedded_redis import socket_path
 from ..store.worker_store import Lease, WorkerStore
@@ -370,11 +370,11 @@ def _answers(url: str, stop: threading.Event, patience_s: float) -> bool:
         except NoRedisError:
             if time.monotonic() >= deadline_s:
                 raise StartError(
-                    f"no Redis answers at {url}; "
+                    f"no Redis answers at {without_password(url)}; "
                     "start `resihp serve` with the same --data or --redis"
                 ) from None
             if not is_logged:
-                log.info("waiting for Redis", url=url)
+                log.info("waiting for Redis", url=without_password(url))
             is_logged = True
             stop.wait(_POLL_S)
         else:

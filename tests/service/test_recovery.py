@@ -14,6 +14,7 @@ import urllib3
 from fakes import fake_adapters
 
 from service import Settings, Sidecar, StartError
+from service.store.connection import check_redis
 from service.store.embedded_redis import EmbeddedRedis, find_server, socket_path
 from service.store.schema import APIS, WORKERS, JobKeys
 from service.worker.adapters import Adapters
@@ -234,6 +235,25 @@ def test_a_worker_that_is_started_before_its_sidecar_waits_for_it(tmp_path: Path
 def test_a_worker_without_a_sidecar_says_so_in_the_end(tmp_path: Path):
     with pytest.raises(StartError, match=r"no Redis answers at unix://.*; start `resihp serve`"):
         work(Settings(data=tmp_path), threading.Event(), fake_adapters, patience_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://me:secret@127.0.0.1:1/0", "redis://me:***@127.0.0.1:1/0"),
+        ("redis://:sec:r@et@127.0.0.1:1", "redis://:***@127.0.0.1:1"),
+        ("redis://127.0.0.1:1?password=secret&db=1", "redis://127.0.0.1:1?password=***&db=1"),
+        ("me:secret@127.0.0.1:1", "me:***@127.0.0.1:1"),
+    ],
+)
+def test_the_password_of_a_redis_is_not_told(tmp_path: Path, url: str, shown: str):
+    with pytest.raises(StartError) as refused:
+        check_redis(url)
+    assert f" {shown}: " in str(refused.value)
+    settings = Settings(data=tmp_path, redis_url=url)
+    with pytest.raises(StartError) as refused:
+        work(settings, threading.Event(), fake_adapters, patience_s=0.0)
+    assert f" {shown}" in str(refused.value)
 
 
 def test_leases_that_end_in_the_future_hold_up_no_job(tmp_path: Path):
