@@ -38,7 +38,7 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     ClientDisconnect: (400, "incomplete-request", {}),  # only for the log
     errors.ContentEncodingError: (415, "unsupported-content-encoding", _IDENTITY),
     errors.MediaTypeError: (415, "unsupported-media-type", {}),
-    errors.TooManyJobsError: (429, "too-many-jobs", {}),
+    errors.TooManyJobsError: (429, "too-many-jobs", _RETRY),
     errors.TooManyWatchersError: (429, "too-many-watchers", _RETRY),
     errors.BacklogFullError: (429, "backlog-full", _RETRY),
 }

@@ -47,8 +47,9 @@ def test_sizes_and_numbers_are_limited(tmp_path):
     with running(settings_of(tmp_path, **limits)) as http:
         http.register(job_of("a"))
         http.register(job_of("b"))
-        problem = problem_of(http("PUT", "/v1/jobs/c", to_json(job_of("c"))), 429)
-        assert problem["type"].endswith("too-many-jobs")
+        refused = http("PUT", "/v1/jobs/c", to_json(job_of("c")))
+        assert problem_of(refused, 429)["type"].endswith("too-many-jobs")
+        assert refused.headers["retry-after"] == "1"
         path = "/v1/jobs/a/telemetry"
         problem_of(http("POST", path, body=b"x" * 20_001, headers=JSON), 413)
         chunks = (b" " * 7_000 for _ in range(4))
