@@ -199,25 +199,30 @@ return 1
 """
 
 # KEYS: lease, meta and message stream of each job
-# ARGV: group, worker, most messages of a job, token and generation of each job
-# Returns for each job that has new messages its number and the messages; none of those whose token
-# or generation is not the present one, as who reads messages takes them from everybody else.
+# ARGV: group, worker, most messages of a job, size of bodies from which on the jobs that follow are
+# left out, token and generation of each job
+# Returns the number of jobs that are not left out, and for each of them that has new messages its
+# number and the messages; none of those whose token or generation is not the present one, as who
+# reads messages takes them from everybody else.
 READ = """
-local found = {}
-for job = 1, #KEYS / 3 do
+local found, size, job = {}, 0, 0
+while job < #KEYS / 3 and size < tonumber(ARGV[4]) do
+  job = job + 1
   local lease, meta, stream = KEYS[3 * job - 2], KEYS[3 * job - 1], KEYS[3 * job]
-  if redis.call('GET', lease) == ARGV[2 * job + 2]
-      and redis.call('HGET', meta, 'generation') == ARGV[2 * job + 3] then
+  if redis.call('GET', lease) == ARGV[2 * job + 3]
+      and redis.call('HGET', meta, 'generation') == ARGV[2 * job + 4] then
     local answer = redis.pcall(
       'XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', ARGV[3], 'STREAMS', stream, '>')
     if answer and answer.err then
       if not string.find(answer.err, 'NOGROUP') then return answer end
     elseif answer then
-      found[#found + 1] = {job, answer[1][2]}
+      local messages = answer[1][2]
+      for _, message in ipairs(messages) do size = size + #message[2][4] end
+      found[#found + 1] = {job, messages}
     end
   end
 end
-return found
+return {job, found}
 """
 
 # KEYS: lease   ARGV: token, time to live (ms; 0: release it)

@@ -188,19 +188,27 @@ class WorkerStore:
             if consumer["name"].decode() != self.name and not consumer["pending"]:
                 self._redis.xgroup_delconsumer(key, GROUP, consumer["name"])
 
-    def read(self, leases: Mapping[str, Lease], *, count: int) -> Iterator[tuple[str, JobMessage]]:
-        """New messages of the leased jobs, at most `count` of each, as (job, message), in order
-        within each job; none of those whose leases are lost."""
-        keys, args = list[str](), list[_Part]([GROUP, self.name, count])
+    def read(
+        self, leases: Mapping[str, Lease], *, count: int, size: int
+    ) -> dict[str, list[JobMessage]]:
+        """New messages of each of the leased jobs, at most `count` of each, in order; none of those
+        whose leases are lost. Once the bodies have `size` bytes, the jobs that follow are left
+        out."""
+        if not leases:
+            return {}
+        keys, args = list[str](), list[_Part]([GROUP, self.name, count, size])
         for job, lease in leases.items():
             names = JobKeys(job)
             keys += [names.lease, names.meta, names.messages]
             args += [lease.token, lease.generation]
-        jobs = list(leases)
-        for number, messages in self._read(keys=keys, args=args) if jobs else ():
+        looked_at, answer = self._read(keys=keys, args=args)
+        jobs = list(leases)[:looked_at]
+        found: dict[str, list[JobMessage]] = {job: [] for job in jobs}
+        for number, messages in answer:
             for identity, fields in messages:
                 pairs = dict(zip(fields[::2], fields[1::2], strict=True))
-                yield jobs[number - 1], message_of((identity, pairs))
+                found[jobs[number - 1]].append(message_of((identity, pairs)))
+        return found
 
     def wait_for_urgent(self, timeout_s: float) -> None:
         """Wait for a message other than telemetry and heartbeats, of any job, until the time-out.

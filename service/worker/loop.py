@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -115,7 +114,8 @@ class Worker:
             if stop.is_set():
                 return
             owned.session.take_plan()
-            owned.tick(drained=job not in behind, delay_s=self._delay_s())
+            if owned.read_s >= now_s:  # else its messages wait for their turn
+                owned.tick(drained=job not in behind, delay_s=self._delay_s())
             if owned.is_urgent():
                 self._spent(None)
                 self._commit(job)
@@ -137,17 +137,24 @@ class Worker:
         return any(owned.session.is_planning for owned in self._owned.values())
 
     def _read(self) -> Collection[str]:
-        """Read new messages and apply those of each job together; the jobs that have more."""
+        """Read new messages, first of the jobs for which it was done longest ago, and apply those
+        of each job together; the jobs that may have more."""
         messages: dict[str, list[JobMessage]] = {}
-        more = {job: owned.lease for job, owned in self._owned.items()}
+        in_turn = self._longest_ago(lambda owned: owned.read_s)
+        more = {job: self._owned[job].lease for job in in_turn}
         size = 0
         while more and size < _READ_BYTES:
-            read: Counter[str] = Counter()
-            for job, message in self._store.read(more, count=_BATCH):
-                read[job] += 1
-                size += len(message.body)
-                messages.setdefault(job, []).append(message)
-            more = {job: lease for job, lease in more.items() if read[job] == _BATCH}
+            read = self._store.read(more, count=_BATCH, size=_READ_BYTES - size)
+            for job, unread in read.items():
+                self._owned[job].read_s = time.monotonic()
+                size += sum(len(message.body) for message in unread)
+                if unread:
+                    messages.setdefault(job, []).extend(unread)
+            more = {
+                job: lease
+                for job, lease in more.items()
+                if job not in read or len(read[job]) == _BATCH
+            }
         self._spent(None)
         for job, unread in messages.items():
             if job in self._owned:

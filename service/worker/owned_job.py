@@ -29,6 +29,7 @@ _URGENT_VERDICTS = frozenset({Status.FAIL_SLOW.value, Status.FAIL_STOP.value})
 class OwnedJob:
     """A job whose lease this worker holds; times are those of the monotonic clock.
 
+    read_s       when its new messages were asked for last
     saved        names of the parts of its saved state
     saved_bytes  size of those that the last commit wrote
     changed_s    when verdicts or the layout changed last
@@ -37,6 +38,7 @@ class OwnedJob:
     lease: Lease
     session: JobSession
     saved: frozenset[str] = frozenset()
+    read_s: float = float("-inf")
     committed_s: float = field(default_factory=time.monotonic)
     save_cost_s: float = 0.0
     saved_bytes: int = 0

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+from fakes import fake_adapters
 
 from resihp.contracts import Plan
 from service import Settings
@@ -17,9 +19,10 @@ from service.store.documents import Commit, PendingChanges
 from service.store.embedded_redis import socket_path
 from service.store.schema import APIS, WORKERS, JobKeys
 from service.store.worker_store import Lease, WorkerStore
+from service.worker import loop
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
-TTL_S = 60
+TTL_S, BYTES = 60, 8 << 20
 
 
 @pytest.fixture
@@ -120,12 +123,59 @@ def test_a_worker_whose_lease_has_ended_takes_no_message_from_its_successor(
     lease = acquired(other)
     for step in range(3):
         http.send("j", batch_of(step))
-    assert list(store.read({"j": lost}, count=9)) == []
-    assert len(list(other.read({"j": lease}, count=9))) == 3
+    assert store.read({"j": lost}, count=9, size=BYTES) == {"j": []}
+    assert len(other.read({"j": lease}, count=9, size=BYTES)["j"]) == 3
     http.register(job_of("j", device="H100"))
     http.send("j", batch_of(0))
-    assert list(other.read({"j": lease}, count=9)) == []
+    assert other.read({"j": lease}, count=9, size=BYTES) == {"j": []}
     other.close()
+
+
+def test_the_messages_of_many_jobs_are_read_by_and_by(http: Http, store: WorkerStore):
+    """All that wait in all jobs may be more than there is memory."""
+    leases = {}
+    for job in ("j", "k", "l"):
+        http.register(job_of(job))
+        http.send(job, batch_of(0))
+        http.send(job, batch_of(1))
+        leases[job] = store.acquire(job, ttl_s=TTL_S)
+    first = store.read(leases, count=1, size=1)
+    assert [len(messages) for messages in first.values()] == [1]
+    size = len(first["j"][0].body)
+    second = store.read(leases, count=9, size=size + 1)
+    assert {job: len(messages) for job, messages in second.items()} == {"j": 1, "k": 2}
+    third = store.read(leases, count=9, size=BYTES)
+    assert {job: len(messages) for job, messages in third.items()} == {"j": 0, "k": 0, "l": 2}
+
+
+def test_no_job_waits_for_the_backlog_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where one message is as much as a worker reads at a time."""
+    monkeypatch.setattr(loop, "_READ_BYTES", 1)
+    monkeypatch.setattr(loop, "_BATCH", 1)
+    looked_at, read = [], WorkerStore.read
+
+    def noting(store: WorkerStore, leases: Any, **limits: int) -> Any:
+        found = read(store, leases, **limits)
+        looked_at.extend(job for job, messages in found.items() if messages)
+        return found
+
+    settings = Settings(data=tmp_path, redis_url=None, worker=False)
+    with running(settings) as http:
+        for job in ("a", "b"):
+            http.register(job_of(job))
+            for step in range(4):
+                http.send(job, batch_of(step))
+        monkeypatch.setattr(WorkerStore, "read", noting)
+        url, stop = f"unix://{socket_path(tmp_path)}", threading.Event()
+        worker = loop.Worker(url, settings, fake_adapters(), "w")
+        thread = threading.Thread(target=worker.run, args=(stop,))
+        thread.start()
+        try:
+            eventually(lambda: len(looked_at) == 8)
+        finally:
+            stop.set()
+            thread.join()
+    assert sorted(looked_at[:2]) == sorted(looked_at[2:4]) == ["a", "b"]
 
 
 def test_a_message_that_is_gone_ends_no_claim(store: WorkerStore, raw: redis.Redis):
@@ -133,7 +183,8 @@ def test_a_message_that_is_gone_ends_no_claim(store: WorkerStore, raw: redis.Red
     lease, messages = acquired(store), JobKeys("j").messages
     for _ in range(2):
         raw.xadd(messages, {"kind": "telemetry", "body": b""})
-    first, second = (message.id for _, message in store.read({"j": lease}, count=9))
+    read = store.read({"j": lease}, count=9, size=BYTES)
+    first, second = (message.id for message in read["j"])
     raw.xdel(messages, first)
     assert [message.id for message in store.claim(lease, "0-0")] == [second]
 
@@ -143,7 +194,7 @@ def test_a_commit_of_any_number_of_messages_leaves_none(store: WorkerStore, raw:
     for _ in range(9_000):  # more than a script can pass to a command at once
         pipe.xadd(JobKeys("j").messages, {"kind": "telemetry", "body": b""})
     pipe.execute()
-    read = [m.id for _, m in store.read({"j": lease}, count=9_000)]
+    read = [m.id for m in store.read({"j": lease}, count=9_000, size=BYTES)["j"]]
     changes = PendingChanges(applied=read)
     store.commit(lease, Commit(changes, {"detector": b""}, {}, newest=0))
     assert len(read) == 9_000
