@@ -225,6 +225,21 @@ end
 return {job, found}
 """
 
+# KEYS: lease, message stream   ARGV: token, group, worker
+# Removes workers that have read no message beyond the saved state from the group, except the one
+# that holds the lease. With a worker that reads meanwhile its messages would be forgotten: who took
+# the job over would not find them.
+REMOVE_IDLE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return end
+for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[2], ARGV[2])) do
+  local about = {}
+  for at = 1, #consumer, 2 do about[consumer[at]] = consumer[at + 1] end
+  if about.name ~= ARGV[3] and about.pending == 0 then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[2], ARGV[2], about.name)
+  end
+end
+"""
+
 # KEYS: lease   ARGV: token, time to live (ms; 0: release it)
 # Returns 1 if the token was still that of the lease.
 RENEW = """

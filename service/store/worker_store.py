@@ -38,6 +38,7 @@ from .schema import (
     PLANS,
     PREDICTORS,
     READ,
+    REMOVE_IDLE,
     RENEW,
     REPORT_LOADS,
     URGENT,
@@ -83,6 +84,7 @@ class WorkerStore:
         self._acquire = self._redis.register_script(ACQUIRE)
         self._renew = self._redis.register_script(RENEW)
         self._read = self._redis.register_script(READ)
+        self._remove_idle = self._redis.register_script(REMOVE_IDLE)
         self._commit = self._redis.register_script(COMMIT)
         self._keep_predictor = self._redis.register_script(KEEP_PREDICTOR)
         self._report_loads = self._redis.register_script(REPORT_LOADS)
@@ -181,12 +183,8 @@ class WorkerStore:
                     self._redis.xack(key, GROUP, identity)
             if start in (b"0-0", "0-0"):
                 break
-        self._remove_idle_consumers(key)
-
-    def _remove_idle_consumers(self, key: str) -> None:
-        for consumer in self._redis.xinfo_consumers(key, GROUP):
-            if consumer["name"].decode() != self.name and not consumer["pending"]:
-                self._redis.xgroup_delconsumer(key, GROUP, consumer["name"])
+        args: list[bytes | str] = [lease.token, GROUP, self.name]
+        self._remove_idle(keys=[JobKeys(lease.job).lease, key], args=args)
 
     def read(
         self, leases: Mapping[str, Lease], *, count: int, size: int
@@ -214,9 +212,10 @@ class WorkerStore:
         """Wait for a message other than telemetry and heartbeats, of any job, until the time-out.
         One since the call before counts."""
         if self._urgent is None:
-            self._urgent = self._redis.pubsub(ignore_subscribe_messages=True)
-            self._urgent.subscribe(URGENT)
-            self._urgent.get_message(timeout=None)  # that it is subscribed
+            urgent = self._redis.pubsub(ignore_subscribe_messages=True)
+            urgent.subscribe(URGENT)
+            urgent.get_message(timeout=None)  # that it is subscribed
+            self._urgent = urgent
         if self._urgent.get_message(timeout=max(0.0, timeout_s)) is not None:
             while self._urgent.get_message() is not None:
                 pass

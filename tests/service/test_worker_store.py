@@ -16,8 +16,8 @@ from resihp.contracts import Plan
 from service import Settings
 from service.errors import LeaseLostError
 from service.store.documents import Commit, PendingChanges
-from service.store.embedded_redis import socket_path
-from service.store.schema import APIS, WORKERS, JobKeys
+from service.store.embedded_redis import EmbeddedRedis, socket_path
+from service.store.schema import APIS, GROUP, URGENT, WORKERS, JobKeys
 from service.store.worker_store import Lease, WorkerStore
 from service.worker import loop
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
@@ -129,6 +129,47 @@ def test_a_worker_whose_lease_has_ended_takes_no_message_from_its_successor(
     http.send("j", batch_of(0))
     assert other.read({"j": lease}, count=9, size=BYTES) == {"j": []}
     other.close()
+
+
+def test_a_worker_that_stood_still_forgets_no_message_that_its_successor_has_read(
+    http: Http, store: WorkerStore, raw: redis.Redis, tmp_path: Path
+):
+    """It goes on where it removes workers that have read nothing."""
+    url, messages = f"unix://{socket_path(tmp_path)}", JobKeys("j").messages
+
+    def consumers() -> set[bytes]:
+        return {each["name"] for each in raw.xinfo_consumers(messages, GROUP)}
+
+    lost = acquired(store)
+    store.renew(lost, ttl_s=0)
+    other = WorkerStore(url, "other", keep_events=9, keep_steps=9)
+    lease = acquired(other)
+    raw.xgroup_createconsumer(messages, GROUP, "other")
+    list(store.claim(lost, "0-0"))
+    assert b"other" in consumers()
+    http.send("j", batch_of(0))
+    (unread,) = other.read({"j": lease}, count=9, size=BYTES)["j"]
+    other.renew(lease, ttl_s=0)
+    other.close()
+    assert [message.id for message in store.claim(acquired(store), "0-0")] == [unread.id]
+    assert consumers() == {b"w"}
+
+
+def test_a_worker_is_woken_although_redis_was_away_at_first(tmp_path: Path):
+    server = EmbeddedRedis(tmp_path)
+    server.start()
+    store = WorkerStore(server.url, "w", keep_events=9, keep_steps=9)
+    try:
+        server.stop()
+        with pytest.raises(redis.RedisError):
+            store.wait_for_urgent(0.0)
+        server.start()
+        store.wait_for_urgent(0.0)
+        with redis.Redis(unix_socket_path=str(server.socket)) as raw:
+            assert raw.publish(URGENT, "") == 1
+        store.close()
+    finally:
+        server.stop()
 
 
 def test_the_messages_of_many_jobs_are_read_by_and_by(http: Http, store: WorkerStore):
