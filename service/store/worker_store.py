@@ -272,14 +272,16 @@ class WorkerStore:
         self._fenced(lease, [newest, *self._shown(keys, status, steps)])
 
     def _shown(
-        self, keys: JobKeys, status: Mapping[str, Any], steps: Iterable[dict[str, Any]]
+        self, keys: JobKeys, status: Mapping[str, Any], steps: Sequence[dict[str, Any]]
     ) -> Iterator[_Command]:
         for name, document in status.items():
             yield "HSET", keys.status, name, dumps(document)
             yield "HINCRBY", keys.meta, edition(name), 1
-        for step in steps:
+        # Only those that would stay: Redis 6 takes a million arguments at a time.
+        for step in steps[-self._keep_steps :]:
             entry = "*", "kind", "step", "body", dumps(step)
             yield "XADD", keys.steps, "MAXLEN", "~", self._keep_steps, *entry
+        if steps:
             yield "HINCRBY", keys.meta, edition("steps"), 1
 
     def _fenced(

@@ -243,6 +243,27 @@ def test_a_commit_of_any_number_of_messages_leaves_none(store: WorkerStore, raw:
     assert list(store.claim(lease, "0-0")) == []
 
 
+def test_of_many_steps_only_those_are_written_that_stay(
+    http: Http, store: WorkerStore, monkeypatch: pytest.MonkeyPatch
+):
+    """Redis 6 ends the connection of a command with more than a million arguments."""
+    lease, carry_out, numbers = acquired(store), store._commit, []
+
+    def counting(*, keys: list[str], args: list[Any]) -> Any:
+        numbers.append(len(args))
+        return carry_out(keys=keys, args=args)
+
+    monkeypatch.setattr(store, "_commit", counting)
+    before = http("GET", "/v1/jobs/j/steps").headers["etag"]
+    steps = [{"step": step} for step in range(5_000)]
+    store.commit(lease, Commit(PendingChanges(steps=steps), {}, {}, newest=0))
+    store.publish(lease, {}, [{"step": step} for step in range(5_000, 9_000)], "1-0")
+    assert max(numbers) < 500
+    answer = http("GET", "/v1/jobs/j/steps")
+    assert [each["step"] for each in answer.json()["steps"][-9:]] == list(range(8_991, 9_000))
+    assert answer.headers["etag"] != before
+
+
 def test_the_newest_plans_are_kept_and_plan_0(http: Http, store: WorkerStore, raw: redis.Redis):
     lease, plan = acquired(store), Plan(version=1, layout=job_of().layout, quotas=job_of().quotas)
     for first in range(1, 301, 30):
