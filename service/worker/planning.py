@@ -7,10 +7,9 @@ plan, so that a crash in between loses nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from resihp.contracts import (
@@ -300,8 +299,8 @@ class Planner:
         retry after a failure is due at `clock_s`, and as long as no decision on a plan asked for
         was taken.
         """
-        working = chain(state.active.layout.ranks, state.current.layout.ranks)
-        speeds = speeds_of(verdicts, state.speeds, working)
+        layouts = state.active.layout, state.current.layout
+        speeds = speeds_of(verdicts, state.speeds, [layout.members for layout in layouts])
         speeds |= dict.fromkeys(state.joiners, 1.0)
         slow = state.slow_links(links)
         is_new = speeds_changed(_link_speeds(state.links), _link_speeds(slow))
@@ -356,16 +355,17 @@ class Planner:
 
 
 def speeds_of(
-    verdicts: Iterable[Verdict], known: Mapping[int, float], working: Iterable[int]
+    verdicts: Iterable[Verdict], known: Mapping[int, float], working: Sequence[Set[int]]
 ) -> dict[int, float]:
     """Relative speeds of the devices that are not healthy: 1/slowdown, 0.0 if stopped.
 
-    A device without a verdict that is not among the `working` ranks keeps its speed in `known`,
-    the speeds of the last plan; a working one without a verdict is healthy.
+    A device without a verdict that is in none of the sets of `working` ranks keeps its speed in
+    `known`, the speeds of the last plan; a working one without a verdict is healthy. Asked for with
+    every message: nothing is done for each of the working ranks.
     """
     verdicts = list(verdicts)
     left = known.keys() - {verdict.rank for verdict in verdicts}
-    left = left and left.difference(working)
+    left = {rank for rank in left if not any(rank in ranks for ranks in working)}
     speeds = {rank: speed for rank, speed in known.items() if rank in left}
     for verdict in verdicts:
         if verdict.status is Status.FAIL_STOP:

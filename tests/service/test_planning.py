@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from resihp.contracts import (
     Action,
     FaultRate,
     InfeasibleError,
+    Layout,
     Op,
     Plan,
     Protection,
@@ -27,7 +29,13 @@ from service import Settings
 from service.store.documents import JobMessage, MessageKind, PendingChanges
 from service.worker.adapters import load_adapters
 from service.worker.forecast import Forecast, ForecastState
-from service.worker.planning import Planner, PlanningRetry, speeds_changed, speeds_of
+from service.worker.planning import (
+    Planner,
+    PlanningRetry,
+    PlanningState,
+    speeds_changed,
+    speeds_of,
+)
 from service.worker.session import JobSession
 from service.worker.step_times import StepTime, StepTimes
 from tests.service.conftest import batch_of, job_of
@@ -287,8 +295,8 @@ def test_steps_of_a_slow_fleet_are_no_baseline():
 
 
 def test_a_device_outside_the_layout_keeps_its_speed_until_it_is_found_healthy():
-    known, working = {3: 0.5}, [0, 1, 2]
-    others = [Verdict(rank=rank, status=Status.HEALTHY) for rank in working]
+    known, working = {3: 0.5}, [{0, 1}, {0, 2}]
+    others = [Verdict(rank=rank, status=Status.HEALTHY) for rank in (0, 1, 2)]
     slow = Verdict(rank=3, status=Status.FAIL_SLOW, slowdown=2.0)
     healthy = Verdict(rank=3, status=Status.HEALTHY)
     for verdicts in (others, [*others, slow]):
@@ -296,6 +304,22 @@ def test_a_device_outside_the_layout_keeps_its_speed_until_it_is_found_healthy()
     speeds = speeds_of([*others, healthy], known, working)
     assert speeds == {}
     assert speeds_changed(known, speeds)
+
+
+def test_whether_a_plan_is_needed_is_no_matter_of_the_number_of_ranks():
+    """It is asked with every message, also after a device has left the layout."""
+
+    class Ranks(tuple[int, ...]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError("all ranks were looked at")
+
+    plan = Plan(version=1, layout=Layout.grid(dp=2, pp=2, tp=2, layers=4), quotas=(4, 4))
+    assert 99 not in plan.layout.members
+    vars(plan.layout)["ranks"] = Ranks(plan.layout.ranks)
+    state = PlanningState({1: plan}, 1, speeds={99: 0.0})
+    planner = Planner(fake_adapters(), time_limit_s=5.0)
+    assert not planner.is_needed(state, [], 0.0)
+    assert state.speeds == {99: 0.0}
 
 
 def test_a_joiner_is_planned_with_until_it_works_or_fails(sessions):
