@@ -176,6 +176,20 @@ def link_in_short(link: LinkVerdict) -> dict[str, Any]:
     return {**to_json(link), "group": list(link.group[:_MOST_NAMED]), **more}
 
 
+def planning_in_short(report: dict[str, Any]) -> dict[str, Any]:
+    """The outcome of a planning as an event tells it: of the ranks and nodes in its advice the
+    first, and how many `more` ranks there are."""
+    advice = report.get("advice")
+    if advice is None:
+        return report
+    named = {
+        field: advice[field][:_MOST_NAMED] for field in ("ranks", "stopped", "others", "nodes")
+    }
+    left = sum(len(advice[field]) - len(named[field]) for field in ("ranks", "others"))
+    more = {"more": left} if left > 0 else {}
+    return {**report, "advice": {**advice, **named, **more}}
+
+
 def message_of(item: tuple[bytes, dict[bytes, bytes]]) -> JobMessage:
     """The message in a stream item (id, fields)."""
     identity, fields = item

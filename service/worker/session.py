@@ -41,6 +41,7 @@ from ..store.documents import (
     link_in_short,
     plan_from_json,
     plan_json,
+    planning_in_short,
     stream_order,
 )
 from .adapters import Adapters
@@ -430,7 +431,7 @@ class JobSession:
         if plan is not None:
             self._publish(plan)
         elif self.planning.outcome != before:
-            self._event("planning", self.planning.report())
+            self._event("planning", planning_in_short(self.planning.report()))
 
     def _publish(self, plan: Plan) -> None:
         plan = replace(

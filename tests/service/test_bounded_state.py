@@ -10,7 +10,7 @@ import pytest
 from test_telemetry_runs import JOB, real_session, session_of
 
 from detector import ProbeKind, ProbeRequest
-from resihp.contracts import Layout, Plan, Replica, Stage, to_json
+from resihp.contracts import Job, Layout, Plan, Replica, Stage, to_json
 from service.store.documents import JobMessage, MessageKind, dumps
 from service.worker import planning, session
 from service.worker.probes import OpenProbes
@@ -106,6 +106,19 @@ def test_events_name_few_ranks_and_no_layout():
     plan = told["plan"]["plan"]
     assert plan["version"] == 1
     assert "layout" not in plan
+
+
+def test_an_event_names_few_ranks_of_an_advice():
+    job = Job(
+        name="j", layout=Layout.grid(dp=4, pp=8, tp=32, layers=8), microbatches=32, actions=()
+    )
+    session = session_of(job)
+    tell(session, MessageKind.FAILURE, {"ranks": [5], "step": 1, "detail": ""})
+    full = session.status()["planning"]["advice"]
+    assert (full["ranks"], len(full["others"])) == ([5], 255)  # with all of its replica
+    (told,) = (event["advice"] for kind, event in session.changes.events if kind == "planning")
+    assert (told["ranks"], told["others"], told["more"]) == ([5], full["others"][:64], 191)
+    assert told["summary"] == full["summary"]
 
 
 def test_plans_that_no_rank_takes_on_are_kept_up_to_a_few():
