@@ -47,11 +47,12 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    is_over = partial(_is_over, stop, settings.parent)
     with contextlib.ExitStack() as stack:
         redis, redis_url = None, settings.redis_url
         if redis_url is None:
             redis = EmbeddedRedis(settings.data)
-            redis.start()
+            redis.start(is_over)
             stack.callback(redis.stop, timeout_s=_REDIS_S)
             redis_url = redis.url
         own = settings.model_copy(update={"redis_url": redis_url, "worker": False})
@@ -73,7 +74,6 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
         children = [*workers, *apis]
         for child in children:
             child.start()
-        is_over = partial(_is_over, stop, settings.parent)
         if not _wait_until_ready(children, is_over):
             return
         url = _url(listener, settings)

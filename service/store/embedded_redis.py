@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import StartError
@@ -66,7 +67,8 @@ def socket_path(data: Path) -> Path:
 
 
 class EmbeddedRedis:
-    """The Redis server of one data folder. `start` and `stop` usually take less than a second."""
+    """The Redis server of one data folder. `start` and `stop` usually take less than a second; with
+    gigabytes of data on a slow disk a start takes minutes."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -85,8 +87,9 @@ class EmbeddedRedis:
         """Process id of the server; None if it is not running."""
         return self._process.pid if self._process else None
 
-    def start(self) -> None:
-        """Lock the folder and start the server. Raises `StartError`."""
+    def start(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Lock the folder and start the server. Raises `StartError`, also once it `is_over` before
+        the data are loaded."""
         try:
             self.data.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -97,7 +100,7 @@ class EmbeddedRedis:
         self._lock = _lock_folder(self.data)
         try:
             self._spawn()
-            self._wait()
+            self._wait(is_over)
         except BaseException:
             self.stop()
             raise
@@ -118,12 +121,17 @@ class EmbeddedRedis:
         )
         self._spawned_s = time.monotonic()
 
-    def _wait(self) -> None:
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        """Wait until the server serves; as long as it says that it is loading its data."""
         assert self._process is not None
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not _answers(self.socket):
+        while not (answer := _answer(self.socket)).startswith(b"+PONG"):
+            if answer.startswith(b"-LOADING"):
+                deadline = time.monotonic() + _START_TIMEOUT_S
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise StartError(f"the embedded Redis did not start; see {self.data / 'redis.log'}")
+            if is_over():
+                raise StartError("stopped before the embedded Redis had loaded its data")
             time.sleep(0.01)
 
     def revive(self) -> None:
@@ -209,11 +217,11 @@ def _alive(pid: str) -> bool:
     return True
 
 
-def _answers(path: Path) -> bool:
-    """True if a server has loaded its data and serves on `path`."""
+def _answer(path: Path) -> bytes:
+    """What the server on `path` answers to a PING; nothing if there is none yet."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
         client.settimeout(1.0)
         client.connect(str(path))
         client.sendall(b"PING\r\n")
-        return client.recv(64).startswith(b"+PONG")
-    return False
+        return client.recv(64)
+    return b""

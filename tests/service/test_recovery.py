@@ -14,6 +14,7 @@ import urllib3
 from fakes import fake_adapters
 
 from service import Settings, Sidecar, StartError
+from service.store import embedded_redis
 from service.store.connection import check_redis
 from service.store.embedded_redis import EmbeddedRedis, find_server, socket_path
 from service.store.schema import APIS, WORKERS, JobKeys
@@ -291,6 +292,28 @@ def test_a_stale_socket_and_a_long_path_are_no_obstacle(tmp_path: Path):
     assert server.pid is not None
     server.stop()
     assert not server.socket.exists()
+
+
+def test_a_redis_may_load_its_data_for_as_long_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    server = EmbeddedRedis(tmp_path)
+    server.start()
+    with redis.Redis(unix_socket_path=str(server.socket)) as raw, raw.pipeline() as pipe:
+        for number in range(16_000):
+            pipe.set(str(number), "")
+        pipe.execute()
+    server.stop()
+    options = embedded_redis._options
+    delayed = ["--key-load-delay", "250"]  # microseconds of each key
+    monkeypatch.setattr(embedded_redis, "_options", lambda *where: [*options(*where), *delayed])
+    monkeypatch.setattr(embedded_redis, "_START_TIMEOUT_S", 3.0)
+    with pytest.raises(StartError, match="stopped before"):
+        server.start(is_over=lambda: True)
+    server.start()
+    with redis.Redis(unix_socket_path=str(server.socket)) as raw:
+        assert raw.dbsize() == 16_000
+    server.stop()
 
 
 def test_a_server_binary_is_found_without_the_path(monkeypatch):
