@@ -170,10 +170,18 @@ class WorkerStore:
             self._keep_predictor(keys=[PREDICTORS], args=[predictor_key(job), predictor])
 
     def claim(self, lease: Lease, applied: str) -> Iterator[JobMessage]:
-        """Messages after `applied` that a worker has read and no saved state contains, in order."""
+        """Messages after `applied` that a worker has read and no saved state contains, in order.
+
+        Raises `LeaseLostError` if the job was deleted meanwhile.
+        """
         key, start = JobKeys(lease.job).messages, "0-0"
         while True:
-            start, items, *_ = self._redis.xautoclaim(key, GROUP, self.name, 0, start, count=16)
+            try:
+                start, items, *_ = self._redis.xautoclaim(key, GROUP, self.name, 0, start, count=16)
+            except redis.ResponseError as error:
+                if "NOGROUP" not in str(error):
+                    raise
+                raise LeaseLostError(lease.job) from None
             for identity, fields in items:
                 if identity is None:  # Redis 6 gives those that are deleted so
                     continue

@@ -257,7 +257,10 @@ class Worker:
         if lease is None or self._broken.get(job) == lease.generation:
             return
         with self._by_itself(job, lease):
-            self._resume(job, lease, stop)
+            try:
+                self._resume(job, lease, stop)
+            except LeaseLostError:
+                self._drop(job)
 
     @contextmanager
     def _by_itself(self, job: str, lease: Lease) -> Iterator[None]:

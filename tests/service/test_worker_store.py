@@ -230,6 +230,38 @@ def test_a_message_that_is_gone_ends_no_claim(store: WorkerStore, raw: redis.Red
     assert [message.id for message in store.claim(lease, "0-0")] == [second]
 
 
+def test_a_job_that_is_deleted_while_it_is_taken_over_is_no_fault_of_redis(
+    http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """For which a worker would drop all its jobs."""
+    for job in ("a", "b"):
+        http.register(job_of(job))
+    load, loaded = WorkerStore.load, []
+
+    def deleting(store: WorkerStore, job: str) -> Any:
+        loaded.append(job)
+        found = load(store, job)
+        if job == "b":
+            assert http("DELETE", "/v1/jobs/b").status == 204
+        return found
+
+    monkeypatch.setattr(WorkerStore, "load", deleting)
+    settings = Settings(data=tmp_path, redis_url=None, commit_every_s=0.05)
+    stop = threading.Event()
+    worker = loop.Worker(f"unix://{socket_path(tmp_path)}", settings, fake_adapters(), "w")
+    thread = threading.Thread(target=worker.run, args=(stop,))
+    thread.start()
+    try:
+        http.send("a", batch_of(0))
+        eventually(lambda: http.records("a") == 32 and "b" in loaded)
+        http.send("a", batch_of(1))
+        eventually(lambda: http.records("a") == 64)
+    finally:
+        stop.set()
+        thread.join()
+    assert loaded == ["a", "b"]
+
+
 def test_a_commit_of_any_number_of_messages_leaves_none(store: WorkerStore, raw: redis.Redis):
     lease, pipe = acquired(store), raw.pipeline()
     for _ in range(9_000):  # more than a script can pass to a command at once
