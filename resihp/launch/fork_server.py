@@ -432,10 +432,13 @@ class _Task:
             sys.modules["torch"].default_generator.seed()
         _pose_as(command)
         _show_tracebacks_of_the_script()
+        main = sys.modules["__main__"] = ModuleType("__main__")
         if command.kind == "module":
-            runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+            # As `python -m` does; `run_module` takes `__main__` away before threads and exit
+            # handlers of the module have ended.
+            runpy._run_module_as_main(command.target)  # type: ignore[attr-defined]
         else:
-            _run_script(command.target)
+            _run_script(command.target, main)
 
 
 def _show_tracebacks_of_the_script() -> None:
@@ -456,12 +459,11 @@ def _show_tracebacks_of_the_script() -> None:
     sys.excepthook = hook
 
 
-def _run_script(path: str) -> None:
+def _run_script(path: str, main: ModuleType) -> None:
     """Run a script as `python PATH` does: as the module `__main__` of this process."""
-    main, path = ModuleType("__main__"), os.path.abspath(path)
+    path = os.path.abspath(path)
     main.__dict__.update(__file__=path, __builtins__=__builtins__)
     code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 

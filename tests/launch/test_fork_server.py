@@ -94,7 +94,8 @@ def _serve(control: socket.socket, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(tmp_path_factory.mktemp("ranks"))
+    folder = tmp_path_factory.mktemp("ranks")
+    started = Ranks(folder, str(folder))
     yield started
     started.server.close()
 
@@ -136,6 +137,21 @@ def test_the_file_of_a_script_is_found_from_any_folder(ranks: Ranks) -> None:
 def test_a_module_and_a_program(ranks: Ranks) -> None:
     assert ranks.run(Command("json.tool", "module", ("--help",)))[0] == 0, ranks.logs()
     assert ranks.run(Command("sh", "program", ("-c", "exit 7")))[0] == 7, ranks.logs()
+
+
+def test_a_module_is_main_until_its_process_ends(ranks: Ranks) -> None:
+    """Threads and exit handlers pickle instances of its classes behind its last line."""
+    script = ranks.script(
+        "import atexit, pickle\n"
+        "class Local: pass\n"
+        "def tell_last():\n"
+        "    tell(same=isinstance(pickle.loads(pickle.dumps(Local())), Local), argv=sys.argv)\n"
+        "atexit.register(tell_last)\n",
+        "as_module.py",
+    )
+    status, told = ranks.run(Command("as_module", "module", ("a", "--b")))
+    assert status == 0, ranks.logs()
+    assert told == {"same": True, "argv": [script.target, "a", "--b"]}
 
 
 def test_a_shell_ends_its_pipelines(ranks: Ranks) -> None:
