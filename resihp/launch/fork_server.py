@@ -242,7 +242,8 @@ class _Server:
             importing.close()
             attendant.join()
             imported.close()
-        os.chdir(self._folder)  # that of the ranks, and of a script's relative path
+        with suppress(OSError):  # deleted meanwhile, or closed to this user
+            os.chdir(self._folder)  # that of the ranks, and of a script's relative path
 
     def _attend(self, imported: socket.socket) -> None:
         """Do what needs no fork, until the import ends."""

@@ -405,6 +405,35 @@ def test_a_rank_begins_in_the_launchers_folder(
         ranks.server.close()
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_rank_goes_on_without_the_launchers_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the job was deleted, or its user may not enter it by its path."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (tmp_path / "removes.py").write_text(
+        "import os\nfrom pathlib import Path\n"
+        f"seen = Path({str(tmp_path / 'seen')!r})\n"
+        "if seen.exists():\n"
+        f"    os.rmdir({str(folder)!r})\n"
+        "seen.touch()\n"
+    )
+    ranks = Ranks(tmp_path)
+    try:
+        command = ranks.script(
+            "import time\n"
+            f"while os.path.exists({str(folder)!r}):\n    time.sleep(0.02)\n"
+            "time.sleep(0.5)\nsys.exit(7)"
+        )
+        key, _ = ranks.start(command)
+        ranks.server.preload(ranks.script("import removes\n", "remover.py"))
+        assert ranks.wait_for(Ended, key).status == 7, ranks.logs()
+    finally:
+        ranks.server.close()
+
+
 SLOW = """
 import subprocess, time
 from pathlib import Path
