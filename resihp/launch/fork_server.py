@@ -30,6 +30,7 @@ from typing import IO, Any
 
 from .options import Command
 from .preloading import can_be_preloaded, preload, top_level_imports
+from .rank_processes import kill_group, signal_group
 
 _log = logging.getLogger("resihp.launch")
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo")  # the first update imports the last
@@ -156,7 +157,7 @@ class ForkServer:
         for pid in self._alive.values():
             if pid is not None:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+                    kill_group(pid)
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Send a message as a file: a command line is longer than what a socket takes at once."""
@@ -293,7 +294,7 @@ class _Server:
             if key != message["key"]:
                 continue
             if message["signal"] == signal.SIGKILL or pid in self._programs:
-                _signal_group(pid, message["signal"])
+                signal_group(pid, message["signal"])
             else:
                 os.kill(pid, message["signal"])
 
@@ -348,7 +349,7 @@ class _Server:
             if ended is None:
                 continue
             if ended.si_status and pid != trial:
-                _signal_group(pid, signal.SIGKILL)
+                signal_group(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             if pid == trial:
                 self._trial, self._accepted = None, module if status == 0 else None
@@ -363,7 +364,7 @@ class _Server:
 
     def _kill_all(self) -> None:
         for pid in self._keys:
-            _signal_group(pid, signal.SIGKILL)
+            signal_group(pid, signal.SIGKILL)
 
     def _try_next(self) -> None:
         """Begin the import of the next of the script's modules, in a child, while nothing waits.
@@ -396,15 +397,6 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _signal_group(pid: int, number: int) -> None:
-    """Signal a child that has not been reaped, and what it has started."""
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:  # it was forked a moment ago and has no group yet
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,31 @@ def test_what_a_failed_script_has_started_has_been_killed_when_its_end_is_told(
     until(lambda: not is_running(told["child"]))
 
 
+KEEPS_SHARED_MEMORY = """
+import subprocess, time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+
+kept = SharedMemory(create=True, size=1 << 16)
+child = subprocess.Popen(["sleep", "1000"])
+tell(name=kept.name, tracker=resource_tracker._resource_tracker._pid, child=child.pid)
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["raise RuntimeError", "os.kill(os.getpid(), 9)", "time.sleep(1e3)"]
+)
+def test_shared_memory_of_a_lost_rank_is_deleted(ranks: Ranks, end: str) -> None:
+    """Python's tracker of resources does so, if it outlives what it is the tracker of."""
+    key, path = ranks.start(ranks.script(f"{KEEPS_SHARED_MEMORY}{end}\n"))
+    until(lambda: path.exists() and path.read_text() != "")
+    ranks.server.signal(key, signal.SIGKILL)
+    assert ranks.wait_for(Ended, key).status != 0
+    told = json.loads(path.read_text())
+    until(lambda: not (is_running(told["tracker"]) or is_running(told["child"])))
+    assert not Path("/dev/shm", told["name"]).exists()
+
+
 def test_what_a_completed_script_has_started_goes_on(ranks: Ranks) -> None:
     ended, told = ranks.run(ranks.script(STARTS_ANOTHER))
     assert ended == 0, ranks.logs()
