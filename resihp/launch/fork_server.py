@@ -24,6 +24,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import IO, Any
@@ -46,11 +47,12 @@ _PR_SET_PDEATHSIG = 1
 _PACKAGES = Path(__file__).parents[2]
 _START = """\
 import sys
+at_start = frozenset(sys.modules)
 if not sys.flags.safe_path:
     del sys.path[0]  # the current folder, whose files are the script's business
 sys.path.append(sys.argv[2])
 from resihp.launch.fork_server import serve
-serve(int(sys.argv[1]))
+serve(int(sys.argv[1]), at_start)
 """
 
 
@@ -191,10 +193,12 @@ class _Server:
     While it imports a module of the script, a second thread notes the ends of ranks, passes signals
     on and ends the process with the launcher. What would fork waits for the end of the import.
     Signals to all processes of the job do not end it, as it takes its children along.
+
+    at_start  modules that Python imports before any script
     """
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, at_start: frozenset[str]) -> None:
+        self._control, self._at_start = control, at_start
         self._folder = os.getcwd()
         self._keys: dict[int, str] = {}
         self._programs: set[int] = set()
@@ -285,7 +289,7 @@ class _Server:
             self._signal(message)
         if "preload" in message:
             command = Command(**message["preload"])
-            _pose_as(command)
+            _pose_as(command, self._at_start)
             self._to_import = top_level_imports(command)
         return None
 
@@ -310,7 +314,7 @@ class _Server:
             return None
         gc.enable()
         command = Command(**message["command"])
-        return _Task(command, message["variables"], descriptors)
+        return _Task(command, message["variables"], descriptors, self._at_start)
 
     def _forked(self) -> int:
         """Fork; returns 0 in the child, a process of its own that has missed no signal."""
@@ -382,13 +386,32 @@ class _Server:
             self._trial = (pid, name)
 
 
-def _pose_as(command: Command) -> None:
-    """Set arguments and path as Python does for this command."""
+def _pose_as(command: Command, at_start: frozenset[str]) -> None:
+    """Set arguments and path as Python does for this command.
+
+    Modules of the standard library that torch has imported, and that are hidden by one beside the
+    script, are forgotten: the script's import finds its own.
+    """
     sys.argv = [command.target, *command.arguments]
     is_script = command.kind == "script"
     folder = str(Path(command.target).resolve().parent) if is_script else os.getcwd()
-    if not sys.flags.safe_path and sys.path[:1] != [folder]:
+    if sys.flags.safe_path:
+        return
+    if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
+    for name in sys.stdlib_module_names.intersection(sys.modules) - at_start:
+        if _is_hidden(name, folder):
+            for each in [one for one in sys.modules if f"{one}.".startswith(f"{name}.")]:
+                del sys.modules[each]
+
+
+def _is_hidden(name: str, folder: str) -> bool:
+    """True if `folder` has another module of this name, before which only built-in ones come."""
+    known = getattr(sys.modules[name], "__spec__", None)
+    here = PathFinder.find_spec(name, [folder])
+    if known is None or here is None or not (known.has_location and here.has_location):
+        return False
+    return os.path.realpath(str(known.origin)) != os.path.realpath(str(here.origin))
 
 
 def end_with(parent: int) -> None:
@@ -401,11 +424,12 @@ def end_with(parent: int) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """Command of a forked child, with its variables and streams."""
+    """Command of a forked child, with its variables and streams; `at_start` as of the server."""
 
     command: Command
     variables: Mapping[str, str]
     streams: Sequence[int]
+    at_start: frozenset[str]
 
     def run(self) -> None:
         """Become the rank. Returns or raises as the script does."""
@@ -423,7 +447,7 @@ class _Task:
             sys.modules["numpy"].random.seed()
         if "torch" in sys.modules:
             sys.modules["torch"].default_generator.seed()
-        _pose_as(command)
+        _pose_as(command, self.at_start)
         _show_tracebacks_of_the_script()
         main = sys.modules["__main__"] = ModuleType("__main__")
         if command.kind == "module":
@@ -460,10 +484,11 @@ def _run_script(path: str, main: ModuleType) -> None:
     exec(code, main.__dict__)
 
 
-def serve(control: int) -> None:
+def serve(control: int, at_start: frozenset[str] = sys.stdlib_module_names) -> None:
     """Serve the launcher until it ends; returns or raises in a rank, as its script does.
 
-    control  descriptor of this process's end of the socket
+    control   descriptor of this process's end of the socket
+    at_start  modules that Python imports before any script
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not start it
     given = dict(os.environ)
@@ -471,4 +496,4 @@ def serve(control: int) -> None:
         importlib.import_module(name)
     os.environ.clear()  # torch sets variables of its own, which are then defaults of the script's
     os.environ.update(given)
-    _Server(socket.socket(fileno=control)).serve().run()
+    _Server(socket.socket(fileno=control), at_start).serve().run()

@@ -139,6 +139,22 @@ def test_a_module_and_a_program(ranks: Ranks) -> None:
     assert ranks.run(Command("sh", "program", ("-c", "exit 7")))[0] == 7, ranks.logs()
 
 
+def test_a_script_s_modules_hide_those_of_the_standard_library(ranks: Ranks) -> None:
+    """Also those that torch has imported, but not those that Python itself imports, nor those that
+    are hidden by a folder without code alone."""
+    (ranks.folder / "beside/statistics").mkdir(parents=True)
+    for name in ("profile", "encodings"):
+        (ranks.folder / f"beside/{name}.py").write_text("OWN = True\n")
+    command = ranks.script(
+        "import encodings, profile, statistics, torch.profiler\n"
+        "tell(own=profile.OWN, mean=statistics.mean([1, 3]), path=encodings.__path__)",
+        "beside/script.py",
+    )
+    status, told = ranks.run(command)
+    assert status == 0, ranks.logs()
+    assert (told["own"], told["mean"]) == (True, 2)
+
+
 def test_a_module_is_main_until_its_process_ends(ranks: Ranks) -> None:
     """Threads and exit handlers pickle instances of its classes behind its last line."""
     script = ranks.script(
