@@ -206,8 +206,12 @@ class Supervisor:
         return self._status_at(following)
 
     def interrupt(self) -> None:
-        """Interrupt the ranks, and wait for their ends."""
-        self._signal_all(signal.SIGINT)
+        """Interrupt the ranks, and wait for their ends.
+
+        In the background of a shell script interrupts are ignored, by ranks too: SIGTERM is not.
+        """
+        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        self._signal_all(signal.SIGTERM if is_ignored else signal.SIGINT)
         self._await_told_ranks()
         self._pass_on_output()
 

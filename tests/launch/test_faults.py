@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -187,6 +188,31 @@ def test_ranks_are_interrupted_with_their_launcher(
             first.process.send_signal(number)
         assert first.status() == 128 + number
     assert "Traceback" not in first.err
+
+
+def test_ranks_end_with_a_launcher_in_the_background_of_a_shell_script(tmp_path: Path) -> None:
+    """Such a shell starts it with SIGINT ignored."""
+    (tmp_path / "waits.py").write_text(
+        "import time\nprint('begun', flush=True)\ntime.sleep(10**6)\n"
+    )
+    launch = (
+        "import signal, sys\n"
+        "from resihp.launch.supervisor import main\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "sys.exit(main(['--shutdown-timeout', '10000', 'waits.py']))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-c", launch], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+    ) as launcher:
+        try:
+            assert launcher.stdout is not None
+            assert launcher.stdout.readline() == b"begun\n"
+            launcher.send_signal(signal.SIGHUP)
+            assert launcher.wait(60.0) == 128 + signal.SIGHUP
+        finally:
+            launcher.kill()
 
 
 def test_a_launcher_in_a_rank_of_another_job_has_a_memory_of_its_own(
