@@ -51,8 +51,9 @@ class OptimizerSteps:
         self.before, self.after = timer.safely(self._before), timer.safely(self._after)
         with lock:
             if not _hooks:
-                _hooks.append(register_optimizer_step_pre_hook(_before_step))
-                _hooks.append(register_optimizer_step_post_hook(_after_step))
+                hidden: Any = torch.compiler.disable  # where the loop compiles `optimizer.step`
+                _hooks.append(register_optimizer_step_pre_hook(hidden(_before_step)))
+                _hooks.append(register_optimizer_step_post_hook(hidden(_after_step)))
             _observers.append(self)
         patches.add(partial(_observers.remove, self))
         scaler = getattr(torch.amp, "GradScaler", None)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 import resihp
 from resihp.contracts import ContractError, Op
+from resihp.hooks._probes import RequestedProbe
 from resihp.instrumentation._patches import Patches
 from tests.hooks.conftest import Sidecar, until
 from tests.instrumentation.observed import BACKWARD, FORWARD, OPTIMIZER, Model, Observed, one_step
@@ -465,6 +466,21 @@ def test_model_that_is_compiled_afterwards_trains_on(observe, in_place, caplog):
     assert "give `instrument` what the loop calls" in caplog.text
     assert loop.monitor.stats.failures == 0
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_compiled_update_compiles_nothing_of_the_observation(observe, recwarn):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    loop = observe(interval_s=300.0)
+    probes = loop.monitor._probes
+    probes.requests.append(RequestedProbe("one", "gemm"))
+    loop.optimizer.step = torch.compile(loop.optimizer.step, backend="eager")
+    loop.step()
+    assert probes.answers.popleft().ms is not None
+    loop.step()
+    assert loop.passes() == one_step(0) + one_step(1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not any("Dynamo does not know how to trace" in str(one.message) for one in recwarn)
 
 
 def test_torch_without_a_place_for_compiled_calls(observe, monkeypatch):
