@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.nn.parallel import DistributedDataParallel
 
 from resihp.hooks._spans import Span
 
@@ -70,6 +71,7 @@ class ModulePasses:
         patches.wrap(torch.nn.Module, "_replicate_for_data_parallel", _without_wrappers)
         if getattr(module, "broadcast_buffers", False):  # of DDP; it waits in C++
             patches.wrap(module, "_sync_buffers", self._waited)
+        patches.wrap(DistributedDataParallel, "_post_forward", self._expecting_others)
 
     def _timed(self, compiled: Callable[..., Any] | None) -> Callable[..., Any]:
         compiling = torch.compiler.is_compiling  # a constant for the compiler
@@ -122,6 +124,24 @@ class ModulePasses:
                 return original(*args, **kwargs)
 
         return wait
+
+    def _expecting_others(self, post_forward: Callable[..., Any]) -> Callable[..., Any]:
+        expect = self._timer.safely(self._expect_other)
+        hidden: Any = torch.compiler.disable  # what surrounds the passes of a DDP is not compiled
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = post_forward(*args, **kwargs)
+            if self._timer.op != FORWARD:  # else it is part of the pass
+                expect(output)
+            return output
+
+        return hidden(call)  # type: ignore[no-any-return]
+
+    def _expect_other(self, output: Any) -> None:
+        """Be told of a backward pass through the output of another DDP than this module."""
+        if torch.is_grad_enabled() and self._gradients.is_possible:
+            for tensor in gradient_tensors(output):
+                before_gradient(tensor, self._gradients.on_other)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Begin a forward pass; return its microbatch, -1 if it is none."""
@@ -196,6 +216,9 @@ def _without_wrappers(original: Callable[..., Any]) -> Callable[..., Any]:
 class FinalWait:
     """Waiting of a backward pass after its last gradient, which is DDP's.
 
+    The backward pass of another DDP may come first in the same graph. It waits before the callback
+    of the pass that is timed, and so its waiting is looked for with a callback of its own.
+
     expected  number of the backward pass that is timed; -2 if none
     then      called at the end of each backward pass that was expected
     """
@@ -206,6 +229,9 @@ class FinalWait:
         self.is_possible = self._queue is not None
         self.expected = -2
         self._begun: Any = None
+        self._expected_other = -2
+        self.on_other = timer.safely(self._expect_other)
+        self.on_end_of_other = timer.safely(self._other_waits)
         self.on_gradients = timer.safely(self._gradients_ready)
         self.on_end = timer.safely(self._all_done)
 
@@ -216,13 +242,25 @@ class FinalWait:
         assert queue is not None
         if self.expected == under_way:
             return
-        self.expected = under_way
+        self.expected, self._begun = under_way, None
         queue(_Ending(self, self._timer.under_way))
+
+    def _expect_other(self, _: Any) -> None:
+        under_way, queue = backward_under_way(), self._queue
+        assert queue is not None
+        if under_way not in (self._expected_other, self.expected):
+            self._expected_other = under_way
+            queue(partial(self.on_end_of_other, under_way))
+
+    def _other_waits(self, under_way: int) -> None:
+        if self.expected == under_way:
+            self._begun = self._timer.begin_final_wait()
 
     def _gradients_ready(self, ending: _Ending) -> None:
         queue = self._queue
         assert queue is not None
-        self._begun = self._timer.begin_final_wait()
+        if self._begun is None:
+            self._begun = self._timer.begin_final_wait()
         queue(ending.end)
 
     def _all_done(self) -> None:

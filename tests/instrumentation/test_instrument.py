@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributions import Independent, Normal
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -785,6 +787,38 @@ def test_waiting_is_told_for_each_model_of_a_process(observe, hands, monkeypatch
         assert records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER]
         assert records.compute_ms.tolist() == [4, 0, 0]
         assert records.wait_ms.tolist() == [10, 0, 0]
+
+
+def test_waiting_of_another_ddp_in_the_same_graph_is_no_time_of_the_model(alone, observe, hands):
+    def backward_takes(ms):
+        def form(y):
+            y.register_hook(lambda _: hands.pass_ms(ms))
+            return 1 * y
+
+        return form
+
+    loop = observe(Model(backward_takes(7)), clock=hands.clock)
+    other = DistributedDataParallel(Model(backward_takes(100)))
+
+    def reduce(loop, bucket):
+        reduced = torch.futures.Future()
+
+        def end():
+            with contextlib.suppress(AssertionError):
+                until(lambda: loop.monitor._recording.open.waiting, 5.0)
+            hands.pass_ms(30)
+            reduced.set_result(bucket.buffer())
+
+        threading.Thread(target=end).start()
+        return reduced
+
+    other.register_comm_hook(loop, reduce)
+    other(loop.model(torch.ones(2, 3, 4))).sum().backward()
+    loop.optimizer.step()
+    records = loop.records()
+    assert records.op.tolist() == [FORWARD, BACKWARD, OPTIMIZER]
+    assert records.compute_ms.tolist() == [0, 7, 0]
+    assert records.wait_ms.tolist() == [0, 30, 0]
 
 
 @pytest.mark.parametrize("is_removed", [True, False])
