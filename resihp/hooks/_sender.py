@@ -151,7 +151,7 @@ class Sender:
         self._heartbeat.reset(self._process)
         self._messages = 0
         self._taken = 0
-        self._summed = 0  # of the oldest entries in the buffer: their work is a few numbers
+        self._summed = 0  # of the oldest entries in the buffer: they are a few numbers
         self._reported = 0  # dropped records that the sidecar knows of
         self.in_flight = 0  # records out of the buffer that are neither sent nor dropped
         self._closing = threading.Event()
@@ -226,8 +226,8 @@ class Sender:
         self._sum()
 
     def _sum(self) -> None:
-        """Sum the work of entries that wait: lengths of many positions would take gigabytes while
-        the sidecar is away."""
+        """Sum the work of entries that wait, and read their times: lengths of many positions, and
+        the device's events, would take gigabytes while the sidecar is away."""
         self._adopt_device()
         waiting = self.buffer.entries
         while self._summed < len(waiting):
@@ -235,8 +235,9 @@ class Sender:
             if isinstance(entry, Span):
                 if not ready(entry):
                     return
-                if entry.work is not None:
-                    with contextlib.suppress(Exception):  # counted as the entry is sent
+                with contextlib.suppress(Exception):  # counted as the entry is sent
+                    entry.settle()
+                    if entry.work is not None:
                         entry.work = features(entry.work)
             self._summed += 1
 

@@ -217,6 +217,9 @@ class Span(TimedBlock):
         """`compute_ms` and `wait_ms`; to be read once."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Read the times of a span that is ready, and hold nothing of the device any more."""
+
     def start_ms(self) -> float:
         """Time at which the block was entered; NaN where it is not known."""
         return nan
@@ -309,8 +312,9 @@ class ThreadSpan(HostSpan):
 class DeviceSpan(Span):
     """A block timed by events in the current CUDA stream; the sender reads them later."""
 
-    __slots__ = ("_clock", "_is_measured", "_waits")
+    __slots__ = ("_clock", "_is_measured", "_settled", "_waits")
     _clock: CudaClock
+    _settled: tuple[float, float] | None
 
     def __enter__(self) -> DeviceSpan:
         recording = self._recording
@@ -320,6 +324,7 @@ class DeviceSpan(Span):
         recording.open = self
         self._waits: list[tuple[Any, Any]] = []
         self._is_measured = False
+        self._settled = None
         self._start = self.stamp()
         return self
 
@@ -351,12 +356,20 @@ class DeviceSpan(Span):
             self._waits.append((start, stop))
 
     def ready(self) -> bool:
-        return bool(self._stop.query())
+        return self._settled is not None or bool(self._stop.query())
+
+    def settle(self) -> None:
+        if self._settled is None and self.op != _P2P:  # the start of a transfer is told as well
+            self._settled = self.times()
+            self._start = self._stop = None
+            self._waits = []
 
     def start_ms(self) -> float:
         return self._clock.position_ms(self._start)
 
     def times(self) -> tuple[float, float]:
+        if self._settled is not None:
+            return self._settled
         elapsed_ms = float(self._start.elapsed_time(self._stop))
         waits = [float(start.elapsed_time(stop)) for start, stop in self._waits]
         self._clock.recycle(self._start, self._stop)
@@ -382,6 +395,10 @@ class JoinedSpan(Span):
 
     def ready(self) -> bool:
         return all(part.ready() for part in self._parts)
+
+    def settle(self) -> None:
+        for part in self._parts:
+            part.settle()
 
     def times(self) -> tuple[float, float]:
         own, waits = zip(*(part.times() for part in self._parts), strict=True)

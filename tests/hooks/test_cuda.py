@@ -109,6 +109,21 @@ def test_events_are_used_again(monitor, stream, wait_until):
     assert stream.events_made == 8
 
 
+def test_records_that_wait_for_the_sidecar_hold_no_events(monitor, stream, sidecar, wait_until):
+    sidecar.script = [503] * 100_000
+    entries = monitor._sender.buffer.entries
+    for _ in range(20):
+        with monitor.microbatch(seq_lens=[4]), monitor.waiting():
+            stream.now_ms += 3
+        stream.done_ms = stream.now_ms
+        wait_until(lambda: monitor._sender._summed == len(entries))
+    assert stream.events_made <= 8
+    sidecar.script = []
+    wait_until(lambda: monitor.stats.sent == 20)
+    assert sidecar.records.compute_ms.tolist() == [0] * 20
+    assert sidecar.records.wait_ms.tolist() == [3] * 20
+
+
 def test_a_stream_is_asked_for_once(stream, monkeypatch):
     streams, asked, current = {3: object(), 4: object()}, [], [3]
 
