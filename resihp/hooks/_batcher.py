@@ -12,6 +12,8 @@ from ._stats import FailureLog
 from ._workload import Features, Snapshot, features
 
 _COLUMNS = Record._fields[1:]
+_MOST_WORKS = 65_536
+"""Works that are kept of one step, which never ends in a loop whose update is not seen."""
 
 
 def ready(entry: Record | Span) -> bool:
@@ -68,6 +70,8 @@ class Batcher:
             return Features()
         if span.op == Op.FORWARD:
             self._works[key] = work
+            if len(self._works) > _MOST_WORKS:
+                del self._works[next(iter(self._works))]
         return work
 
     def _valid(self, records: Sequence[Record]) -> list[TelemetryBatch]:

@@ -181,3 +181,16 @@ def test_lengths_on_another_device_than_the_current_one(monkeypatch, is_captured
         assert taken.ready()
         assert features(taken) == Features(7, 2, 29, 5)
         assert asked == [("capture", "cuda:3"), ("event", "cuda:3")]
+
+
+def test_works_of_a_step_without_end_take_little_memory(make_monitor, sidecar, monkeypatch):
+    monkeypatch.setattr("resihp.hooks._batcher._MOST_WORKS", 4)
+    monitor = make_monitor()
+    for index in range(20):
+        with monitor.forward(seq_lens=[index]):
+            pass
+    for index in (19, 0):
+        with monitor.backward(index=index):
+            pass
+    monitor.close()
+    assert sidecar.records.tokens.tolist() == [*range(20), 19, -1]
