@@ -61,6 +61,7 @@ class InferredJob:
     """A job whose microbatches are counted in its first step.
 
     name         of the job
+    own          this rank's description
     job          on rank 0, once it is known
     layout       given by the user; None: inferred from the ranks' descriptions
     microbatches of all replicas in a step, given by the user; None: those of this rank's first
@@ -80,7 +81,7 @@ class InferredJob:
     ) -> None:
         self.name, self._actions = name, Action.ordered(actions)
         self.job: Job | None = None
-        self._own, self._schedule = own, schedule
+        self.own, self._schedule = own, schedule
         self._layout, self._microbatches = layout, microbatches
         self._passes = 0
         self._asked_s: float | None = None
@@ -91,11 +92,11 @@ class InferredJob:
     def count(self, passes: int) -> None:
         """Take the number of forward passes of a step of this rank."""
         if not self._passes:
-            self._passes = passes // self._own.chunks
+            self._passes = passes // self.own.chunks
 
     def describe(self, *, now: bool) -> Job | None:
         """Return the job on rank 0; None while the first step lasts or other ranks are awaited."""
-        if self._own.rank or (self._microbatches is None and not self._passes and not now):
+        if self.own.rank or (self._microbatches is None and not self._passes and not now):
             return None
         layout = self._layout
         if layout is None:

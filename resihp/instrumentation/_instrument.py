@@ -30,7 +30,7 @@ from ._deepspeed_engines import (
 from ._inferred_job import InferredJob, job_name
 from ._modules import ModulePasses, queue_callback
 from ._optimizers import OptimizerSteps, require_optimizers
-from ._parallelism import describe_module, describe_stages, own_rank
+from ._parallelism import describe_module, describe_stages, has_compiled_parts, own_rank
 from ._pass_timer import PassTimer
 from ._patches import Patches
 from ._pipelines import (
@@ -140,7 +140,9 @@ def instrument(
     monitor._target = ref(target)
     _end_earlier(monitor)
     try:
-        _warn_of_other_device([stage.submod for stage in stages] or [target], monitor)
+        modules = [stage.submod for stage in stages] or [target]
+        _warn_of_other_device(modules, monitor)
+        _expect_hidden_waiting(modules, monitor)
         if is_engine(target):
             _time_engine(target, monitor, lengths)
         elif stages:
@@ -262,6 +264,20 @@ def _warn_of_other_device(modules: Sequence[torch.nn.Module], monitor: Instrumen
             "device",
             f"the model is on {device} and the current device is cuda:{current}, whose times and "
             f"probes are taken: call `torch.cuda.set_device({device.index})` before `instrument`",
+        )
+
+
+def _expect_hidden_waiting(
+    modules: Sequence[torch.nn.Module], monitor: InstrumentedMonitor
+) -> None:
+    """Take waiting for unknown where a tensor-parallel group waits inside compiled graphs, which
+    Python does not see: as own time it would make all ranks of the group slow."""
+    if len(monitor._inferred.own.tensor) > 1 and has_compiled_parts(modules):
+        monitor._timer.measures_waiting = False
+        monitor._recording.failures.warn_once(
+            "compiled",
+            "the model is tensor-parallel and compiled, which hides its collectives: waiting for "
+            "other ranks is not told from a rank's own time, slow devices may not be found",
         )
 
 

@@ -53,6 +53,17 @@ def tensor_group(modules: Iterable[torch.nn.Module], rank: int) -> tuple[int, ..
     return (rank,)
 
 
+def has_compiled_parts(modules: Iterable[torch.nn.Module]) -> bool:
+    """Return whether a module, or one in it, was compiled by `torch.compile`, in whatever way."""
+    return any(
+        hasattr(part, "_orig_mod")
+        or getattr(part, "_compiled_call_impl", None) is not None
+        or hasattr(getattr(part, "forward", None), "_torchdynamo_orig_callable")
+        for module in modules
+        for part in module.modules()
+    )
+
+
 def _fsdp_groups(module: torch.nn.Module) -> set[tuple[int, ...]]:
     """Ranks of the groups over which FSDP2 shards or replicates the parameters of `module`."""
     groups: set[tuple[int, ...]] = set()

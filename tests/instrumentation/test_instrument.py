@@ -27,6 +27,7 @@ import resihp
 from resihp.contracts import ContractError, Op
 from resihp.hooks._probes import RequestedProbe
 from resihp.instrumentation._patches import Patches
+from resihp.layout.rank_groups import RankDescription
 from tests.hooks.conftest import Sidecar, until
 from tests.instrumentation.observed import BACKWARD, FORWARD, OPTIMIZER, Model, Observed, one_step
 
@@ -924,6 +925,44 @@ def test_torch_without_engine_callbacks(observe, monkeypatch, caplog):
     assert records.op.tolist() == 2 * [FORWARD, OPTIMIZER]
     assert np.isnan(records.wait_ms).all()  # unknown
     assert caplog.text.count("does not tell waiting") == 1
+
+
+def compiled_in_place(model):
+    model.first.compile(backend="eager")
+    return model
+
+
+def with_a_compiled_layer(model):
+    model.first = torch.compile(model.first, backend="eager")
+    return model
+
+
+def with_a_compiled_method(model):
+    model.first.forward = torch.compile(model.first.forward, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("compiled", "tensor", "is_known"),
+    [
+        (lambda model: model, (0, 1), True),
+        (compiled_in_place, (0,), True),
+        (compiled_in_place, (0, 1), False),
+        (with_a_compiled_layer, (0, 1), False),
+        (with_a_compiled_method, (0, 1), False),
+        (lambda model: torch.compile(model, backend="eager"), (0, 1), False),
+    ],
+)
+def test_waiting_of_a_compiled_tensor_parallel_model_is_unknown(
+    observe, monkeypatch, caplog, compiled, tensor, is_known
+):
+    described = RankDescription(0, tensor)
+    monkeypatch.setattr("resihp.instrumentation._instrument.describe_module", lambda *_: described)
+    loop = observe(compiled(Model()))
+    loop.step()
+    assert loop.passes() == one_step(0)
+    assert np.isnan(loop.records().wait_ms).all() != is_known
+    assert ("which hides its collectives" in caplog.text) != is_known
 
 
 def test_torch_without_a_wait_to_observe(observe, monkeypatch):
