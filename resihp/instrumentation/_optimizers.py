@@ -45,7 +45,7 @@ class OptimizerSteps:
     ) -> None:
         self._timer = timer
         given = _unwrapped(optimizer)
-        self._known = WeakKeyDictionary(dict.fromkeys(given, True))
+        self._known = WeakKeyDictionary({one: (len(one.param_groups), True) for one in given})
         self._given = [ref(parameter) for one in given for parameter in _parameters(one)]
         self._models = [ref(model) for model in models]
         self.before, self.after = timer.safely(self._before), timer.safely(self._after)
@@ -68,11 +68,12 @@ class OptimizerSteps:
             self._timer.end_update()
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        counts = self._known.get(optimizer)
-        if counts is None:
+        groups = len(optimizer.param_groups)  # which a loop may add to
+        known_groups, counts = self._known.get(optimizer, (-1, False))
+        if groups != known_groups:
             held = self._held()
             counts = any(id(parameter) in held for parameter in _parameters(optimizer))
-            self._known[optimizer] = counts
+            self._known[optimizer] = groups, counts
         return counts
 
     def _held(self) -> set[int]:

@@ -22,8 +22,9 @@ Keywords: TypeAlias = dict[str, Any]
 
 FORWARD, BACKWARD, OPTIMIZER = int(Op.FORWARD), int(Op.BACKWARD), int(Op.OPTIMIZER)
 _DATA = int(Op.DATA)
-_MANY_PASSES = 1_000
-"""Forward passes of a step whose end has been missed, rather than accumulation of gradients."""
+_MANY_PASSES, _MANY_TIMES = 1_000, 10
+"""Forward passes of a step whose end has been missed, rather than accumulation of gradients: so
+many, and so many times the most of any step before."""
 
 
 backward_under_way: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
@@ -50,8 +51,8 @@ class PassTimer:
         self.recording = recording
         self.measures_waiting = measures_waiting
         self.on_step_end: Callable[[int], None] | None = None
-        self._passes = self._counted_step = 0
-        self._has_begun = self._has_ended = self.is_stopped = False
+        self._passes = self._most_passes = self._counted_step = 0
+        self._has_begun = self.is_stopped = False
         self._between_steps = between_steps
         self._stream = -1
         self._data_ns, self._is_data_marked = 0, False
@@ -85,7 +86,7 @@ class PassTimer:
             index = self._passes
         if op == FORWARD:
             self._passes += 1
-            if self._passes == _MANY_PASSES and not self._has_ended and self._step is not None:
+            if self._passes >= _MANY_PASSES and self._step is not None:
                 self._warn_of_no_update()
             if self._data_ns:
                 self._record_data()
@@ -298,20 +299,23 @@ class PassTimer:
         self.under_way = span
 
     def _report_passes(self) -> None:
+        self._most_passes = max(self._most_passes, self._passes)
         if self._passes and self.on_step_end is not None:
             self.on_step_end(self._passes)
         self._passes, self._counted_step = 0, self.recording.step
 
     def _warn_of_no_update(self) -> None:
+        if self._passes < _MANY_TIMES * self._most_passes:
+            return
         self.recording.failures.warn_once(
             "updates",
-            f"{_MANY_PASSES:,} forward passes and no update of an optimizer that holds their "
+            f"{self._passes:,} forward passes and no update of an optimizer that holds their "
             "parameters: give `instrument` the optimizer that the loop steps, or enclose steps in "
             "`monitor.step()`",
         )
 
     def _end_step(self) -> None:
-        self._has_ended, self._ends_with_backward = True, False
+        self._ends_with_backward = False
         for half in self._halves.values():
             self.recording.put(half)
         self._halves.clear()

@@ -1087,6 +1087,30 @@ def test_updates_that_are_never_seen_are_told_once(observe, monkeypatch, caplog,
     assert caplog.text.count("no update of an optimizer") == (not by_hand)
 
 
+def test_updates_that_are_seen_no_more_are_told(observe, monkeypatch, caplog):
+    monkeypatch.setattr("resihp.instrumentation._pass_timer._MANY_PASSES", 3)
+    model = Model()
+    loop = observe(model, torch.optim.SGD(model.first.parameters(), lr=1e-3))
+    loop.step(microbatches=2)
+    loop.step(microbatches=8)
+    assert "no update of an optimizer" not in caplog.text
+    loop.optimizer = torch.optim.SGD(model.second.parameters(), lr=1e-3)
+    for _ in range(90):
+        loop.step()
+    assert caplog.text.count("80 forward passes and no update of an optimizer") == 1
+
+
+def test_an_optimizer_that_is_given_the_parameters_later_counts(observe):
+    loop = observe(optimizer=False)
+    other = Model()
+    optimizer = torch.optim.SGD(other.parameters(), lr=1e-3)
+    optimizer.step()
+    optimizer.add_param_group({"params": list(loop.model.parameters())})
+    loop.optimizer = optimizer
+    loop.step()
+    assert loop.passes() == one_step(0)
+
+
 def test_blocks_have_start_and_stop(observe):
     loop = observe()
     monitor = loop.monitor
