@@ -218,7 +218,7 @@ def _alive(pid: str) -> bool:
 
 
 def _answer(path: Path) -> bytes:
-    """What the server on `path` answers to a PING; nothing if there is none yet."""
+    """Answer of the server on `path` to a PING; nothing if there is none yet."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
         client.settimeout(1.0)
         client.connect(str(path))
