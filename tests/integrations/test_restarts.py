@@ -50,6 +50,7 @@ def test_each_rank_of_a_transformers_trainer_is_killed_in_turn(tmp_path: Path) -
     script, alone, killed = "restarted_trainer.py", tmp_path / "alone", tmp_path / "killed"
     done = launched(script, alone)
     assert done.returncode == 0, done.stderr
+    assert ": restart" not in done.stderr, done.stderr
     done = launched(script, killed, "0:1:3", "1:0:5", "2:2:9")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(": restart") == 3, done.stderr
@@ -71,6 +72,7 @@ def test_each_rank_of_torchtitan_is_killed_in_turn(tmp_path: Path) -> None:
     script, alone, killed = "restarted_torchtitan.py", tmp_path / "alone", tmp_path / "killed"
     done = launched(script, alone)
     assert done.returncode == 0, done.stderr
+    assert ": restart" not in done.stderr, done.stderr
     done = launched(script, killed, "0:1:3", "1:0:4", "2:2:7")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(": restart") == 3, done.stderr
