@@ -30,7 +30,7 @@ from types import ModuleType, TracebackType
 from typing import IO, Any
 
 from .options import Command
-from .preloading import can_be_preloaded, preload, top_level_imports
+from .preloading import can_be_preloaded, is_imported, preload, top_level_imports
 from .rank_processes import kill_group, signal_group
 
 _log = logging.getLogger("resihp.launch")
@@ -203,6 +203,7 @@ class _Server:
         self._keys: dict[int, str] = {}
         self._programs: set[int] = set()
         self._to_import: list[str] = []
+        self._tried: set[str] = set()  # what was refused once is refused again
         self._trial: tuple[int, str] | None = None  # the child that imports a module, and its name
         self._accepted: str | None = None  # module whose trial has succeeded
         self._held: list[tuple[dict[str, Any], list[int]]] = []  # messages that came meanwhile
@@ -377,8 +378,9 @@ class _Server:
         """
         while self._to_import and self._trial is None:
             name = self._to_import.pop(0)
-            if name in sys.modules:
+            if name in self._tried or is_imported(name):
                 continue
+            self._tried.add(name)
             pid = self._forked()
             if pid == 0:
                 os.nice(10)

@@ -43,11 +43,13 @@ _LIBRARIES = (
     *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")),
     Path(__file__).parents[1],
 )
+_SAFE_THREADS = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which stops them around a fork
 _FOLDERS_OF_LIBRARIES = {"site-packages", "dist-packages"}
 
 
 def top_level_imports(command: Command) -> list[str]:
-    """List the modules that a script imports at its top level, in their order.
+    """List what a script imports at its top level, in its order: modules, and after `from` also
+    names, of which the list does not say whether they are modules.
 
     Those after its first statement that may change the process are left out: settings and the path
     may decide what is imported, and how.
@@ -84,8 +86,14 @@ def _may_change_the_process(statement: ast.stmt) -> bool:
     )
 
 
+def is_imported(name: str) -> bool:
+    """Whether this process has a module, or a module has this name."""
+    owner, _, attribute = name.rpartition(".")
+    return name in sys.modules or attribute in getattr(sys.modules.get(owner), "__dict__", {})
+
+
 def can_be_preloaded(name: str) -> bool:
-    """Import a module in this process; whether processes may be forked that have imported it.
+    """Import a module or name in this process; whether processes may be forked that have it.
 
     The variables of ranks are removed: a library that copies all of them asks for none of these.
     """
@@ -95,7 +103,7 @@ def can_be_preloaded(name: str) -> bool:
     threads, state = _native_threads(), _state()
     try:
         with _silence():
-            importlib.import_module(name)
+            _import(name)
     except BaseException:  # noqa: BLE001 - a module may do anything when it is imported
         return False
     return not found and _native_threads() <= threads and _state() == state
@@ -150,11 +158,16 @@ def _is_users_import(frame: FrameType | None) -> bool:
         if code.co_filename.startswith("<frozen importlib"):  # an extension module has no frame
             return False
         if code.co_name == "<module>" and not code.co_filename.startswith("<"):
-            path = Path(code.co_filename)
-            is_installed = not _FOLDERS_OF_LIBRARIES.isdisjoint(path.parts)
-            return not is_installed and not any(map(path.is_relative_to, _LIBRARIES))
+            return not _is_of_a_library(code.co_filename)
         frame = frame.f_back
     return False
+
+
+def _is_of_a_library(file: str | None) -> bool:
+    """True if a module's file is installed with Python, and not one of the user's own."""
+    path = Path(file or "")
+    is_installed = not _FOLDERS_OF_LIBRARIES.isdisjoint(path.parts)
+    return is_installed or any(map(path.is_relative_to, _LIBRARIES))
 
 
 def _state() -> dict[str, Any]:
@@ -177,9 +190,20 @@ def _state() -> dict[str, Any]:
 
 
 def preload(name: str) -> None:
-    """Import a module, without what it writes and raises."""
+    """Import a module or name, without what it writes and raises."""
     with _silence(), suppress(Exception):
-        importlib.import_module(name)
+        _import(name)
+
+
+def _import(name: str) -> None:
+    """Import a module, or have a library make a name that it makes when it is asked for it, as
+    transformers and scipy do with most of what they have."""
+    owner, _, attribute = name.rpartition(".")
+    if owner and _is_of_a_library(getattr(importlib.import_module(owner), "__file__", None)):
+        with suppress(AttributeError):
+            getattr(sys.modules[owner], attribute)
+            return
+    importlib.import_module(name)
 
 
 @contextmanager
@@ -199,9 +223,16 @@ def _silence() -> Iterator[None]:
 
 
 def _native_threads() -> int:
+    """Threads of this process, but for those of libraries that see to forks themselves."""
     with suppress(OSError):
-        return len(os.listdir("/proc/self/task"))
+        return sum(map(_counts, Path("/proc/self/task").iterdir()))
     return threading.active_count()
+
+
+def _counts(thread: Path) -> bool:
+    with suppress(OSError):  # it has ended
+        return (thread / "comm").read_text().strip() not in _SAFE_THREADS
+    return False
 
 
 def _descriptors() -> dict[str, str]:

@@ -39,6 +39,7 @@ LEFT_TO_RANKS = {
     "masks": "import os\nos.umask(0o31)\n",
     "handles_a_signal": "import signal\nsignal.signal(signal.SIGTERM, lambda *_: None)\n",
     "keeps_a_file": "FILE = open(__file__)\n",
+    "has_a_thread": "import threading\nthreading.Thread(target=threading.Event().wait).start()\n",
 }
 PRELOADED = {
     "asks_later": "import os, uuid\ndef name():\n    return uuid.uuid4(), dict(os.environ)\n",
@@ -53,7 +54,23 @@ PRELOADED = {
         "NUMBER, BEGUN = random.getrandbits(8), time.time()\n"
     ),
     "uses_a_library": "import a_library\n",
+    "site-packages/has_a_thread_of_jemalloc": (
+        "import threading\nthread = threading.Thread(target=threading.Event().wait)\n"
+        "thread.start()\nwith open(f'/proc/self/task/{thread.native_id}/comm', 'w') as name:\n"
+        "    name.write('jemalloc_bg_thd')\n"
+    ),
 }
+MAKES_NAMES = """
+import random
+
+def __getattr__(name):
+    if name == "Seeded":
+        random.seed(1)
+    if name in ("Seeded", "Model"):
+        return __import__("dbm.dumb")
+    raise AttributeError(name)
+"""
+"""A library that imports what it has when it is asked for it."""
 TRIALS = """
 import json, os, sys
 import torch
@@ -73,10 +90,12 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
     """Answer for each module, tried in a process with torch as the one that forks ranks."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "site-packages").mkdir()
+    (folder / "site-packages/makes_names.py").write_text(MAKES_NAMES)
     for name, text in (LEFT_TO_RANKS | PRELOADED).items():
         (folder / f"{name}.py").write_text(text)
     paths = [str(Path(__file__).parents[2]), str(folder), str(folder / "site-packages")]
     names = [Path(name).name for name in LEFT_TO_RANKS | PRELOADED]
+    names += [f"makes_names.{name}" for name in ("Model", "Seeded", "Other")]
     done = subprocess.run(
         [sys.executable, "-c", TRIALS, *names],
         check=False,
@@ -107,3 +126,26 @@ def test_a_module_that_is_alike_for_all_ranks_is_preloaded(
     name: str, trials: dict[str, bool]
 ) -> None:
     assert trials[Path(name).name]
+
+
+def test_a_name_that_a_library_makes_when_asked_is_preloaded(trials: dict[str, bool]) -> None:
+    assert trials["makes_names.Model"]
+    assert not trials["makes_names.Seeded"]
+    assert not trials["makes_names.Other"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_asked_for"), [("makes_names.Model", True), ("makes_names_too.Model", False)]
+)
+def test_only_libraries_are_asked_for_names(name: str, is_asked_for: bool, tmp_path: Path) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages/makes_names.py").write_text(MAKES_NAMES)
+    (tmp_path / "makes_names_too.py").write_text(MAKES_NAMES)
+    paths = [str(Path(__file__).parents[2]), str(tmp_path), str(tmp_path / "site-packages")]
+    asked = "import sys; from resihp.launch.preloading import preload; preload(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{asked}; print('dbm.dumb' in sys.modules)", name],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True, timeout=LIMIT_S, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(is_asked_for)
