@@ -9,12 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from math import inf
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -56,12 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command.refusal is not None:
         _log.error("%s", options.command.refusal)
         return _WRONG_USE
+    with _interrupted_by(signal.SIGHUP, signal.SIGQUIT):
+        return _supervised(options)
+
+
+def _supervised(options: Options) -> int:
     notice = PreemptionNotice(
         options.preemption_file, options.preemption_url, window_s=options.preemption_s
     )
     may_coordinate = (options.node == 0 or options.outlives_nodes) and not options.joins
     plans = poller_of(options.command, options.run) if may_coordinate else None
-    _interrupt_by(signal.SIGHUP, signal.SIGQUIT)
     nodes = _joined(options, notice, plans)
     if isinstance(nodes, int):
         return nodes
@@ -92,9 +96,9 @@ def _joined(
     options: Options, notice: PreemptionNotice, plans: RestartPlanPoller | None
 ) -> Nodes | int:
     """Nodes of the job, or the exit status where there is none or a signal ends the wait for it."""
-    handlers_before = _interrupt_by(*SIGNALS)
     try:
-        return Nodes(options, notice, plans)
+        with _interrupted_by(*SIGNALS):
+            return Nodes(options, notice, plans)
     except JobStoppedError as error:
         _log.error("%s", error)
         return exit_status.JOB_STOPPED
@@ -102,9 +106,6 @@ def _joined(
         number = _number_of(interrupt)
         _log.error("got %s: this node has not joined the job", signal.Signals(number).name)
         return 128 + number
-    finally:
-        for each, handler in handlers_before.items():
-            signal.signal(each, handler)
 
 
 def _open_closed_streams() -> None:
@@ -120,19 +121,22 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
-def _interrupt_by(*signals: signal.Signals) -> dict[signal.Signals, Any]:
-    """Take these signals as Ctrl-C, unless they are ignored, as after `nohup`.
-
-    Returns the handlers that were there, of those that are changed.
-    """
+@contextmanager
+def _interrupted_by(*signals: signal.Signals) -> Iterator[None]:
+    """Take these signals as Ctrl-C, unless they are ignored, as after `nohup`, or handled."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    changed = [each for each in signals if signal.getsignal(each) is signal.SIG_DFL]
-    return {each: signal.signal(each, interrupt) for each in changed}
+    is_possible = threading.current_thread() is threading.main_thread()
+    changed = [each for each in signals if signal.getsignal(each) is signal.SIG_DFL and is_possible]
+    for each in changed:
+        signal.signal(each, interrupt)
+    try:
+        yield
+    finally:
+        for each in changed:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _number_of(interrupt: KeyboardInterrupt) -> int:
