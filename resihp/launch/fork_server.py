@@ -7,11 +7,13 @@ imports those modules of the script that are safe to import before a fork, for t
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
 import json
 import logging
+import mmap
 import os
 import runpy
 import selectors
@@ -43,6 +45,7 @@ _OF_OTHERS = (
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
 """Signals that a cluster's manager may send to all processes of a job, for ranks to end well."""
+_CRASHES = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 _PR_SET_PDEATHSIG = 1
 _PACKAGES = Path(__file__).parents[2]
 _START = """\
@@ -66,10 +69,15 @@ class Started:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank's process has ended: its exit status, or minus the signal that killed it."""
+    """A rank's process has ended: its exit status, or minus the signal that killed it.
+
+    crash  signal by which Python crashed as it ended, after a script that had completed: the status
+           is that of the script, 0
+    """
 
     key: str
     status: int
+    crash: int | None = None
 
 
 class ForkServer:
@@ -137,7 +145,7 @@ class ForkServer:
                 found.append(Started(told["key"], told["pid"]))
             else:
                 del self._alive[told["key"]]
-                found.append(Ended(told["key"], told["status"]))
+                found.append(Ended(told["key"], told["status"], told["crash"]))
 
     @property
     def is_alive(self) -> bool:
@@ -195,12 +203,16 @@ class _Server:
     Signals to all processes of the job do not end it, as it takes its children along.
 
     at_start  modules that Python imports before any script
+    last      handler that runs after all others when a rank exits
     """
 
-    def __init__(self, control: socket.socket, at_start: frozenset[str]) -> None:
-        self._control, self._at_start = control, at_start
+    def __init__(
+        self, control: socket.socket, at_start: frozenset[str], last: _LastExitHandler
+    ) -> None:
+        self._control, self._at_start, self._last = control, at_start, last
         self._folder = os.getcwd()
         self._keys: dict[int, str] = {}
+        self._completed: dict[int, mmap.mmap] = {}  # a byte that the rank sets
         self._programs: set[int] = set()
         self._to_import: list[str] = []
         self._tried: set[str] = set()  # what was refused once is refused again
@@ -305,7 +317,9 @@ class _Server:
 
     def _fork(self, message: dict[str, Any], descriptors: list[int]) -> _Task | None:
         gc.freeze()  # the ranks need not look through what is here, nor copy its pages for that
+        completed = mmap.mmap(-1, 1)
         if pid := self._forked():
+            self._completed[pid] = completed
             for descriptor in descriptors:
                 os.close(descriptor)
             self._keys[pid] = message["start"]
@@ -315,7 +329,8 @@ class _Server:
             return None
         gc.enable()
         command = Command(**message["command"])
-        return _Task(command, message["variables"], descriptors, self._at_start)
+        self._last.begin(completed)
+        return _Task(command, message["variables"], descriptors, self._at_start, self._last)
 
     def _forked(self) -> int:
         """Fork; returns 0 in the child, a process of its own that has missed no signal."""
@@ -360,8 +375,16 @@ class _Server:
                 self._trial, self._accepted = None, module if status == 0 else None
                 continue
             self._programs.discard(pid)
-            key = self._keys.pop(pid)
-            self._tell({"key": key, "status": os.waitstatus_to_exitcode(status)})
+            self._tell({"key": self._keys.pop(pid), **self._end_of(pid, status)})
+
+    def _end_of(self, pid: int, wait_status: int) -> dict[str, int | None]:
+        """Status and crash of an `Ended`."""
+        status = os.waitstatus_to_exitcode(wait_status)
+        with self._completed.pop(pid) as completed:
+            is_after_all = -status in _CRASHES and completed[0] != 0
+        return (
+            {"status": 0, "crash": -status} if is_after_all else {"status": status, "crash": None}
+        )
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the launcher is gone, which `serve` notices
@@ -424,14 +447,43 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
+class _LastExitHandler:
+    """Tells the process that forks that a rank has completed its script and its exit handlers.
+
+    What is left is Python's own end, in which torch aborts now and then: a thread of gloo asks for
+    the interpreter that is gone (pytorch/pytorch#190489). Exit handlers run from the last to the
+    first: this one is made before any module could register one.
+    """
+
+    def __init__(self) -> None:
+        self._completed: mmap.mmap | None = None
+        self._rank = 0
+        self._is_expected = False
+        atexit.register(self._tell)
+
+    def begin(self, completed: mmap.mmap) -> None:
+        """Make this process a rank, which shares a byte with the process that forks."""
+        self._completed, self._rank = completed, os.getpid()
+
+    def expect(self) -> None:
+        """Note that the script of this rank has ended well."""
+        self._is_expected = True
+
+    def _tell(self) -> None:
+        is_rank = self._rank == os.getpid()  # and not what the script has forked
+        if self._completed is not None and self._is_expected and is_rank:
+            self._completed[0] = 1
+
+
 @dataclass(frozen=True)
 class _Task:
-    """Command of a forked child, with its variables and streams; `at_start` as of the server."""
+    """Command of a forked child, with its variables and streams; the rest as of the server."""
 
     command: Command
     variables: Mapping[str, str]
     streams: Sequence[int]
     at_start: frozenset[str]
+    last: _LastExitHandler
 
     def run(self) -> None:
         """Become the rank. Returns or raises as the script does."""
@@ -451,13 +503,23 @@ class _Task:
             sys.modules["torch"].default_generator.seed()
         _pose_as(command, self.at_start)
         _show_tracebacks_of_the_script()
-        main = sys.modules["__main__"] = ModuleType("__main__")
-        if command.kind == "module":
-            # As `python -m` does; `run_module` takes `__main__` away before threads and exit
-            # handlers of the module have ended.
-            runpy._run_module_as_main(command.target)  # type: ignore[attr-defined]
-        else:
-            _run_script(command.target, main)
+        try:
+            _run_main(command)
+        except SystemExit as end:
+            if not end.code:
+                self.last.expect()
+            raise
+        self.last.expect()
+
+
+def _run_main(command: Command) -> None:
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if command.kind == "module":
+        # As `python -m` does; `run_module` takes `__main__` away before threads and exit handlers
+        # of the module have ended.
+        runpy._run_module_as_main(command.target)  # type: ignore[attr-defined]
+    else:
+        _run_script(command.target, main)
 
 
 def _show_tracebacks_of_the_script() -> None:
@@ -492,10 +554,11 @@ def serve(control: int, at_start: frozenset[str] = sys.stdlib_module_names) -> N
     control   descriptor of this process's end of the socket
     at_start  modules that Python imports before any script
     """
+    last = _LastExitHandler()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not start it
     given = dict(os.environ)
     for name in _PRELOADED:
         importlib.import_module(name)
     os.environ.clear()  # torch sets variables of its own, which are then defaults of the script's
     os.environ.update(given)
-    _Server(socket.socket(fileno=control), at_start).serve().run()
+    _Server(socket.socket(fileno=control), at_start, last).serve().run()

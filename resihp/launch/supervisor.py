@@ -277,7 +277,7 @@ class Supervisor:
             select.select([self._server], [], [], self._options.poll_s)
             for event in self._server.events():
                 if isinstance(event, Ended):
-                    self._note_end(attempt, self._ranks[event.key], event.status)
+                    self._note_end(attempt, self._ranks[event.key], event)
             is_running = self._is_running
             self._report_consequence(attempt, is_running)
             if is_running or self._has_left:
@@ -314,8 +314,14 @@ class Supervisor:
             return inf
         return time.monotonic() + self._options.shutdown_s
 
-    def _note_end(self, attempt: Attempt, rank: _Rank, status: int) -> None:
-        rank.status = status
+    def _note_end(self, attempt: Attempt, rank: _Rank, end: Ended) -> None:
+        rank.status = status = end.status
+        if end.crash is not None:
+            _log.warning(
+                "rank %d had completed when Python itself was killed by signal %d at its end",
+                rank.rank,
+                end.crash,
+            )
         if status == 0:
             return
         self._nodes.announce_death(rank.rank)

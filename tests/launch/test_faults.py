@@ -157,6 +157,21 @@ def test_every_status_of_a_plain_script_is_a_failure(tmp_path: Path) -> None:
     assert "rank 1 failed with status 75" in first.err
 
 
+def test_a_rank_that_python_takes_down_after_its_script_has_completed(tmp_path: Path) -> None:
+    """As torch does now and then; torchrun would train again from the newest checkpoint."""
+    (tmp_path / "script.py").write_text(
+        "import os\n"
+        "class Last:\n"
+        "    def __del__(self, abort=os.abort):\n"
+        "        abort()\n"
+        "last = Last() if os.environ['RANK'] == '1' else None\n"
+    )
+    with launched(tmp_path, "first", "--nproc-per-node", "2", "script.py") as first:
+        assert first.status() == 0, first.err
+    assert "rank 1 had completed when Python itself was killed by signal 6" in first.err
+    assert ": restart" not in first.err
+
+
 INTERRUPTED = """
 import sys, time
 from pathlib import Path

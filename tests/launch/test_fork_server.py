@@ -351,6 +351,51 @@ def test_a_program_shares_its_signals_as_a_shell_passes_none_on(ranks: Ranks) ->
     until(lambda: not is_running(int(told.read_text())))
 
 
+CRASHES_AT_ITS_END = """
+import os
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), getpid=os.getpid):
+        if getpid() == pid:
+            kill(pid, {number})
+last = Last()  # deleted as the interpreter ends, after all exit handlers
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"),
+    [
+        (signal.SIGABRT, ""),
+        (signal.SIGSEGV, "sys.exit(0)"),
+        (signal.SIGABRT, "import threading; threading.Timer(0.2, sys.stdout.flush).start()"),
+    ],
+)
+def test_a_rank_that_has_completed_may_crash_as_python_ends(
+    ranks: Ranks, number: signal.Signals, ending: str
+) -> None:
+    key, _ = ranks.start(ranks.script(CRASHES_AT_ITS_END.format(number=int(number)) + ending))
+    assert ranks.wait_for(Ended, key) == Ended(key, 0, crash=number), ranks.logs()
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"),
+    [
+        (signal.SIGKILL, ""),
+        (signal.SIGABRT, "raise ValueError('no sample')"),
+        (signal.SIGABRT, "sys.exit(3)"),
+        (signal.SIGABRT, "sys.exit('no sample')"),
+        (signal.SIGABRT, "os.abort()"),
+        (signal.SIGABRT, "import atexit; atexit.register(os.abort)"),
+        (signal.SIGABRT, "import threading; threading.Timer(0.2, os.abort).start()"),
+        (signal.SIGABRT, "if child := os.fork(): os.waitpid(child, 0); os.abort()"),
+    ],
+)
+def test_any_other_rank_that_is_killed_has_failed(
+    ranks: Ranks, number: signal.Signals, ending: str
+) -> None:
+    key, _ = ranks.start(ranks.script(CRASHES_AT_ITS_END.format(number=int(number)) + ending))
+    assert ranks.wait_for(Ended, key) == Ended(key, -number), ranks.logs()
+
+
 TO_ALL = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
