@@ -87,7 +87,7 @@ def _may_change_the_process(statement: ast.stmt) -> bool:
 
 
 def is_imported(name: str) -> bool:
-    """Whether this process has a module, or a module has this name."""
+    """Tell whether this process has a module, or a module has this name."""
     owner, _, attribute = name.rpartition(".")
     return name in sys.modules or attribute in getattr(sys.modules.get(owner), "__dict__", {})
 
