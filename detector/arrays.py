@@ -14,12 +14,18 @@ Bools = NDArray[np.bool_]
 
 
 def positions(ordered: Ints, wanted: NDArray[np.integer]) -> Ints:
-    """Positions of values in `ordered`, which is sorted and not empty; -1 where they are absent.
+    """Positions of values in `ordered`, which is sorted, without repetitions and not empty; -1
+    where they are absent.
 
     >>> positions(np.array([2, 5, 7]), np.array([7, 3, 2])).tolist()
     [2, -1, 0]
     """
-    found = np.minimum(np.searchsorted(ordered, wanted), ordered.size - 1)
+    first, size = int(ordered[0]), ordered.size
+    if int(ordered[-1]) - first == size - 1:  # without gaps, as most ranks are
+        at = wanted.astype(np.int64) - first
+        inside = at.view(np.uint64) < size
+        return at if inside.all() else np.where(inside, at, -1)
+    found = np.minimum(np.searchsorted(ordered, wanted), size - 1)
     return np.where(ordered[found] == wanted, found, -1)
 
 
@@ -30,6 +36,27 @@ def appended(window: Any, row: Any, most: int) -> Any:
     [2, 3, 4]
     """
     return np.concatenate([window[max(len(window) + 1 - most, 0) :], np.array([row], window.dtype)])
+
+
+ODD = np.uint64(0x9E37_79B9_7F4A_7C15)
+"""Multiplier of a hash, whose upper bits depend on all bits of the factor (Knuth)."""
+
+
+def distinct_rows(matrix: Floats) -> tuple[Ints, Ints]:
+    """Positions of rows of which no two are equal, and for each row the number of its equal among
+    them.
+
+    >>> rows, equal = distinct_rows(np.array([[1.0, 2.0], [3.0, 2.0], [1.0, 2.0]]))
+    >>> rows.size, equal[0] == equal[2] != equal[1]
+    (2, np.True_)
+    """
+    key = np.zeros(len(matrix), np.uint64)
+    for column in matrix.astype(np.float64).view(np.uint64).T:
+        key = (key ^ (key >> np.uint64(32)) ^ column) * ODD
+    _, rows, equal = np.unique(key, return_index=True, return_inverse=True)
+    if not np.array_equal(matrix[rows][equal], matrix):  # two rows with one hash
+        rows = equal = np.arange(len(matrix))
+    return rows, equal
 
 
 MAD_TO_SIGMA = 1.4826

@@ -387,7 +387,7 @@ class Detector(Persistent):
         for rank, reference in state.suspects():
             if self._probe_budget.allow(rank, len(_LONE_PROBES), now):
                 requests += _lone_probes(rank, reference)
-        healthy = state.places.ranks[state.status_table.status == HEALTHY].tolist()
+        healthy = state.places.ranks[state.status_table.status == HEALTHY]
         for rank, reference in self._probation.due(now, healthy):
             if self._probe_budget.allow(rank, len(_LONE_PROBES), now):
                 self._probation.asked(rank, now)

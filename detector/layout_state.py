@@ -67,6 +67,7 @@ class LayoutState(Persistent):
         self.annotations = Annotations(self.places, self.status_table)
         self.step_times = StepTimeModel(job, self.places)
         self.last_step: int | None = None
+        self._link_verdicts: tuple[int | None, list[LinkVerdict] | None] = None, None
 
     def snapshot(self) -> tuple[Ints, Floats]:
         """Statuses and factors, to find later what changed."""
@@ -187,9 +188,14 @@ class LayoutState(Persistent):
         return self.links, self.tensor_groups, self.data_groups
 
     def link_verdicts(self) -> list[LinkVerdict]:
-        """The verdicts on links and groups that are slow or suspected, by their ranks."""
-        found = [verdict for test in self._link_tests for verdict in test.verdicts()]
-        return sorted(found, key=lambda link: (link.rank, link.peer, link.group))
+        """The verdicts on links and groups that are slow or suspected, by their ranks. They are
+        made once a step: they are asked for with each message."""
+        step, made = self._link_verdicts
+        if made is None or step != self.last_step:
+            found = [verdict for test in self._link_tests for verdict in test.verdicts()]
+            made = sorted(found, key=lambda link: (link.rank, link.peer, link.group))
+            self._link_verdicts = self.last_step, made
+        return list(made)
 
     def link_counts(self) -> Counter[Status]:
         """Number of links and groups that are compared, by status."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from resihp.contracts import ContractError, Status, Verdict
 
+from .arrays import Ints
 from .evidence.sequential import log_ratio
 from .evidence.status import SUSPECT_AT
 from .persistence import Persistent
@@ -196,14 +197,14 @@ class Probation(Persistent):
         devices = self._devices.items()
         return {rank for rank, device in devices if device.status == Status.FAIL_STOP}
 
-    def due(self, now: float, reference: list[int]) -> list[tuple[int, int]]:
+    def due(self, now: float, reference: Ints) -> list[tuple[int, int]]:
         """Devices to be probed at `now` (seconds), each with one of the ranks in `reference` to
         compare with, another one each time."""
         wait = self._settings.probation_probe_s
         return [
-            (rank, reference[device.rounds % len(reference)])
+            (rank, int(reference[device.rounds % reference.size]))
             for rank, device in sorted(self._devices.items())
-            if reference and device.status != Status.FAIL_STOP and now - device.asked_s >= wait
+            if reference.size and device.status != Status.FAIL_STOP and now - device.asked_s >= wait
         ]
 
     def asked(self, rank: int, now: float) -> None:

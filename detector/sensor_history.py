@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 
@@ -21,84 +20,88 @@ _PAST = 5
 class SensorHistory(Persistent):
     """Samples of all ranks of a layout; empty until the first one arrives.
 
-    first, step  steps that a sample covers, shape (ranks, `_KEPT`), oldest first, -1 where there is
-                 none. A sample begins within the step `first`, that of the sample before
-    readings     by sensor, of the same shape; NaN where not measured
+    steps     first and last step that a sample covers, shape (2, ranks, `_KEPT`), oldest first, -1
+              where there is none. A sample begins within the first, that of the sample before
+    readings  by sensor, shape (sensors, ranks, `_KEPT`); NaN where not measured
     """
 
-    _saved = ("_first", "_step", "_seconds", "_readings")
-    _readings: dict[str, Any]
+    _saved = ("_steps", "_seconds", "_numbers", "_readings")
+    _numbers: dict[str, int]
 
     def __init__(self, ranks: Ints) -> None:
-        self._ranks = ranks
+        self._follow(ranks)
         self._allocate(0)
 
+    def _follow(self, ranks: Ints) -> None:
+        self._ranks = ranks
+        self._at = {rank: at for at, rank in enumerate(ranks.tolist())}
+
     def _allocate(self, size: int) -> None:
-        shape = (size, _KEPT)
-        self._first, self._step = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
-        self._seconds = np.zeros(shape, np.float32)
-        self._readings = {}
+        self._steps = np.full((2, size, _KEPT), -1, np.int64)
+        self._seconds = np.zeros((size, _KEPT), np.float32)
+        self._numbers, self._readings = {}, np.empty((0, size, _KEPT), np.float32)
 
     @property
     def names(self) -> list[str]:
         """Sensors that any rank has."""
-        return list(self._readings)
+        return list(self._numbers)
 
     def position(self, rank: int) -> int:
         """Position of a rank; -1 if it is not in the layout."""
-        return int(positions(self._ranks, np.array([rank]))[0])
+        return self._at.get(rank, -1)
 
     def observe(self, at: int, step: int, sample: SensorSample, onset: int | None) -> None:
         """Add a sample of the rank at a position, which is in `step` and has been slow since the
         step `onset`, -1 for the first one; None if it is healthy. Samples of one step are
         merged."""
-        if not len(self._step):
+        if not len(self._seconds):
             self._allocate(self._ranks.size)
-        if step < int(self._step[at, -1]):
+        if step < int(self._steps[1, at, -1]):
             self._empty(np.array([at]))
-        weight = sample.seconds
-        if step == int(self._step[at, -1]):
-            share = weight / (weight + float(self._seconds[at, -1]))
-            self._seconds[at, -1] += weight
-        else:
-            share = 1.0
-            self._append(at, step, weight, onset)
+        if is_new := step != int(self._steps[1, at, -1]):
+            self._append(at, step, onset)
+        seconds = float(self._seconds[at, -1]) + sample.seconds
+        self._seconds[at, -1], share = seconds, sample.seconds / seconds
         for name, value in sample.readings().items():
-            if name not in self._readings:
-                self._readings[name] = np.full(self._step.shape, np.nan, np.float32)
-            cell = self._readings[name][at]
-            before = float(cell[-1])
-            known = share < 1.0 and np.isfinite(before)
-            if name == "xid":  # a code, not a quantity
-                cell[-1] = value or (before if known else 0.0)
+            if name not in self._numbers:
+                self._add(name)
+            readings = self._readings[self._numbers[name], at]
+            before = float(readings[-1])
+            if is_new or not np.isfinite(before):
+                readings[-1] = value
+            elif name == "xid":  # a code, not a quantity
+                readings[-1] = value or before
             else:
-                cell[-1] = before + share * (value - before) if known else value
+                readings[-1] = before + share * (value - before)
 
-    def _append(self, at: int, step: int, seconds: float, onset: int | None) -> None:
+    def _add(self, name: str) -> None:
+        """Make room for the readings of a sensor."""
+        self._numbers[name] = len(self._numbers)
+        column = np.full((1, *self._seconds.shape), np.nan, np.float32)
+        self._readings = np.concatenate([self._readings, column])
+
+    def _append(self, at: int, step: int, onset: int | None) -> None:
         """Make room for a sample: the oldest one goes, or of a slow rank the oldest one since the
         onset where few are left from before it."""
-        gone = 0
-        if onset is not None:
-            past = int(np.count_nonzero((self._step[at] >= 0) & (self._step[at] < onset)))
-            free = int(np.count_nonzero(self._step[at] < 0))
-            gone = past if not free and past <= _PAST else 0
-        last = int(self._step[at, -1])
-        for column in (self._first, self._step, self._seconds, *self._readings.values()):
-            column[at, gone:-1] = column[at, gone + 1 :]
-        self._first[at, -1], self._step[at, -1], self._seconds[at, -1] = last, step, seconds
-        for column in self._readings.values():
-            column[at, -1] = np.nan
+        gone, known = 0, self._steps[1, at]
+        if onset is not None and known[0] >= 0:
+            past = int(np.count_nonzero(known < onset))
+            gone = past if past <= _PAST else 0
+        last = int(known[-1])
+        for table in (self._steps, self._seconds, self._readings):
+            table[..., at, gone:-1] = table[..., at, gone + 1 :]
+        self._steps[:, at, -1] = last, step
+        self._seconds[at, -1], self._readings[:, at, -1] = 0.0, np.nan
 
     def forget(self, ranks: Collection[int]) -> None:
         """Drop the samples of ranks, as their processes were replaced."""
-        if len(self._step):
+        if len(self._seconds):
             at = positions(self._ranks, np.array(list(ranks), np.int64))
             self._empty(at[at >= 0])
 
     def _empty(self, at: Ints) -> None:
-        self._first[at] = self._step[at] = -1
-        for column in self._readings.values():
-            column[at] = np.nan
+        self._steps[:, at] = -1
+        self._readings[:, at] = np.nan
 
     def clear(self) -> None:
         """Drop all samples."""
@@ -106,47 +109,47 @@ class SensorHistory(Persistent):
 
     def move(self, ranks: Ints) -> None:
         """Follow the job to a layout of other ranks, which are sorted."""
-        columns = (self._first, self._step, self._seconds, self._readings)
-        at, size = positions(self._ranks, ranks), ranks.size if len(self._step) else 0
-        self._ranks = ranks
-        self._allocate(size)
-        if size:
-            first, step, seconds, readings = columns
+        steps, seconds, readings = self._steps, self._seconds, self._readings
+        at, numbers = positions(self._ranks, ranks), self._numbers
+        self._follow(ranks)
+        self._allocate(ranks.size if len(seconds) else 0)
+        if len(seconds):
             stay, rows = at >= 0, at[at >= 0]
-            self._first[stay], self._step[stay] = first[rows], step[rows]
-            self._seconds[stay] = seconds[rows]
-            for name, column in readings.items():
-                self._readings[name] = np.full(self._step.shape, np.nan, np.float32)
-                self._readings[name][stay] = column[rows]
+            self._steps[:, stay], self._seconds[stay] = steps[:, rows], seconds[rows]
+            for name in numbers:
+                self._add(name)
+            self._readings[:, stay] = readings[:, rows]
 
     def version(self, at: int) -> tuple[int, float]:
         """A value that changes with each sample of the rank at a position, which has some."""
-        return int(self._step[at, -1]), float(self._seconds[at, -1])
+        return int(self._steps[1, at, -1]), float(self._seconds[at, -1])
 
     def is_known(self, at: int) -> bool:
         """Return whether the rank at a position has samples."""
-        return len(self._step) > 0 and bool(self._step[at, -1] >= 0)
+        return len(self._seconds) > 0 and bool(self._steps[1, at, -1] >= 0)
 
     @property
     def known(self) -> Bools:
         """Ranks with samples."""
-        if not len(self._step):
+        if not len(self._seconds):
             return np.zeros(self._ranks.size, bool)
-        found: Bools = self._step[:, -1] >= 0
+        found: Bools = self._steps[1, :, -1] >= 0
         return found
 
     def since(self, name: str, rows: Ints, onset: int) -> Floats:
         """Readings of a sensor of the ranks at some positions, in samples that begin no earlier
         than in the step before `onset`; with -1, in all."""
-        late = (self._first[rows] >= onset - 1) | (onset < 0)
-        return self._finite(name, rows, late & (self._step[rows] >= 0))
+        first, last = self._steps[:, rows]
+        late = (first >= onset - 1) | (onset < 0)
+        return self._finite(name, rows, late & (last >= 0))
 
     def before(self, name: str, at: int, onset: int) -> Floats:
         """Readings of a sensor of the rank at a position, in samples that end before the step
         before `onset`; without that of the start."""
         rows = np.array([at])
-        return self._finite(name, rows, (self._first[rows] >= 0) & (self._step[rows] < onset - 1))
+        first, last = self._steps[:, rows]
+        return self._finite(name, rows, (first >= 0) & (last < onset - 1))
 
     def _finite(self, name: str, rows: Ints, cells: Bools) -> Floats:
-        values: Floats = self._readings[name][rows][cells].astype(np.float64)
+        values: Floats = self._readings[self._numbers[name], rows][cells].astype(np.float64)
         return values[np.isfinite(values)]

@@ -44,13 +44,15 @@ class Sensors(Persistent):
         at = self._history.position(rank)
         if at < 0:
             return False
-        is_slow = bool(table.status[at] in (SUSPECT, FAIL_SLOW))
-        self._history.observe(at, step, sample, int(table.since[at]) if is_slow else None)
-        told = tuple(sorted(cause.sensor for cause in self._causes(at, table)))
         before = self._told.pop(rank, ())
+        if table.status[at] not in (SUSPECT, FAIL_SLOW):
+            self._history.observe(at, step, sample, None)
+            return False
+        self._history.observe(at, step, sample, int(table.since[at]))
+        told = tuple(sorted(cause.sensor for cause in self._causes(at, table)))
         if told:
             self._told[rank] = told
-        return is_slow and told != before
+        return told != before
 
     def evidence(self, at: int, table: StatusTable) -> tuple[str, ...]:
         """Sentences on the rank at a position."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import Op, TelemetryBatch
 
-from .arrays import Bools, Ints, appended, positions
+from .arrays import ODD, Bools, Ints, appended, positions
 from .persistence import Persistent, State
 from .rank_table import RankTable
 
@@ -358,15 +358,11 @@ def _keys(part: TelemetryBatch, index: Ints) -> Ints:
         mixed = ((part.microbatch[other].astype(np.int64) << 32) ^ part.peer[other]).view(np.uint64)
         for name in ("compute_ms", "wait_ms", "start_ms"):
             value = np.nan_to_num(getattr(part, name)[other], nan=-1.0)
-            mixed = (mixed ^ (mixed >> np.uint64(32)) ^ value.view(np.uint64)) * _ODD
+            mixed = (mixed ^ (mixed >> np.uint64(32)) ^ value.view(np.uint64)) * ODD
         place = (index[other] << 3) | part.op[other]
         key[other] = (place << 35) | (mixed >> np.uint64(29)).astype(np.int64)
         key[other] |= np.int64(1) << 62
     return key
-
-
-_ODD = np.uint64(0x9E37_79B9_7F4A_7C15)
-"""Multiplier of a hash, whose upper bits depend on all bits of the factor (Knuth)."""
 
 
 def numbered(parts: Ints, microbatch: NDArray[np.integer], usual: int) -> Ints:

@@ -18,7 +18,7 @@ import numpy as np
 
 from resihp.contracts import ContractError
 
-from ..arrays import Bools, Floats, Ints, group_median, mad_sigma
+from ..arrays import Bools, Floats, Ints, distinct_rows, group_median, mad_sigma
 from ..persistence import Persistent, State, pack, unpack
 from ..settings import DetectorSettings
 from .lightgbm_alone import lightgbm
@@ -337,11 +337,16 @@ class LearnedCorrection(Persistent):
         return predictor is not None and predictor.booster_ is not None and not self.misfit
 
     def of(self, features: Floats) -> tuple[Floats, Floats]:
-        """Log correction and its standard error (log) for each record."""
+        """Log correction and its standard error (log) for each record.
+
+        The ranks of a tensor-parallel group do the same work, whose features are predicted once.
+        """
         predictor = self.predictor
         if predictor is None or not self.active:
             return np.zeros(features.shape[0]), np.zeros(features.shape[0])
-        return predictor.correction(features), 0.05 * predictor.beyond(features)
+        rows, equal = distinct_rows(features)
+        distinct = features[rows]
+        return predictor.correction(distinct)[equal], 0.05 * predictor.beyond(distinct)[equal]
 
     def observe(self, features: Floats, plain: Floats, applied: Floats, usable: Bools) -> None:
         """Takes one step's records: features, log of observed over analytic time without the

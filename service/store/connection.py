@@ -7,7 +7,7 @@ import re
 import redis
 
 from ..errors import NoRedisError, StartError
-from .schema import APIS, JOBS, WORKERS, JobKeys
+from .schema import APIS, JOBS, WORKERS, keys_of
 
 _PASSWORD = re.compile(r"((?:^|://)[^:@/]*:)[^/]*(@)|([?&]password=)[^&]*")
 
@@ -44,4 +44,4 @@ def end_leases(url: str) -> None:
     """
     with redis.Redis.from_url(url, protocol=2) as client:
         jobs = client.smembers(JOBS)
-        client.delete(WORKERS, APIS, *(JobKeys(job.decode()).lease for job in jobs))
+        client.delete(WORKERS, APIS, *(keys_of(job.decode()).lease for job in jobs))

@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -39,16 +38,14 @@ from .schema import (
     REGISTER,
     REPORT_DELAY,
     URGENT,
-    JobKeys,
     Subject,
     edition,
+    keys_of,
 )
 
 _REMEMBER_S = 600  # time for which a retried message is recognised
 _PAGE = 100  # events read at a time
 _BEGIN = "0-0"
-
-_keys = lru_cache(maxsize=1_024)(JobKeys)
 
 
 class EventCursor(NamedTuple):
@@ -87,7 +84,7 @@ class HttpStore:
 
         Other content under the same name resets the job. Raises `TooManyJobsError`.
         """
-        keys = JobKeys(job.name)
+        keys = keys_of(job.name)
         history = keys.histories[Subject.of("registered")]
         answer = await self._register(
             keys=[
@@ -105,7 +102,7 @@ class HttpStore:
 
     async def delete(self, name: str) -> None:
         """Remove a job with all its data. Raises `UnknownJobError`."""
-        if not await self._delete(keys=[JOBS, *JobKeys(name).owned()], args=[name]):
+        if not await self._delete(keys=[JOBS, *keys_of(name).owned()], args=[name]):
             raise UnknownJobError(name)
         await self._announce(name)
 
@@ -123,7 +120,7 @@ class HttpStore:
 
     async def _heard_s(self, name: str) -> float:
         """Unix time of a job's registration or of its last message, in seconds."""
-        keys = JobKeys(name)
+        keys = keys_of(name)
         registered = await self._redis.hget(keys.meta, "registered_at")
         if registered is None:
             return math.inf
@@ -144,14 +141,14 @@ class HttpStore:
 
     async def description(self, name: str) -> bytes:
         """The registered job as JSON. Raises `UnknownJobError`."""
-        document: bytes | None = await self._redis.hget(JobKeys(name).meta, "job")
+        document: bytes | None = await self._redis.hget(keys_of(name).meta, "job")
         if document is None:
             raise UnknownJobError(name)
         return document
 
     async def require(self, name: str) -> int:
         """Version of the newest plan of a job. Raises `UnknownJobError`."""
-        version = await self._redis.hget(JobKeys(name).meta, "plan")
+        version = await self._redis.hget(keys_of(name).meta, "plan")
         if version is None:
             raise UnknownJobError(name)
         return int(version)
@@ -164,21 +161,21 @@ class HttpStore:
         version = await self.require(name)
         if version <= after:
             return None
-        document: bytes | None = await self._redis.hget(JobKeys(name).plans, str(version))
+        document: bytes | None = await self._redis.hget(keys_of(name).plans, str(version))
         if document is None:  # deleted meanwhile
             raise UnknownJobError(name)
         return document
 
     async def plan(self, name: str, version: int) -> bytes:
         """A plan as JSON, with its gap. Raises `UnknownPlanError`."""
-        document: bytes | None = await self._redis.hget(JobKeys(name).plans, str(version))
+        document: bytes | None = await self._redis.hget(keys_of(name).plans, str(version))
         if document is None:
             raise UnknownPlanError(name, version)
         return document
 
     async def digest(self, name: str, version: int) -> str | None:
         """Digest of a plan; None for plan 0. Raises `UnknownPlanError`."""
-        keys = JobKeys(name)
+        keys = keys_of(name)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hexists(keys.plans, str(version)).hget(keys.digests, str(version))
             is_known, digest = await pipe.execute()
@@ -191,14 +188,14 @@ class HttpStore:
         when it is registered anew. What is read after it is never older. Raises `UnknownJobError`.
         """
         fields = ["registered_at", *map(edition, documents)]
-        registered, *editions = await self._redis.hmget(JobKeys(name).meta, fields)
+        registered, *editions = await self._redis.hmget(keys_of(name).meta, fields)
         if registered is None:
             raise UnknownJobError(name)
         return b"-".join([registered, *(number or b"0" for number in editions)]).decode()
 
     async def status(self, name: str, *documents: str) -> list[bytes | None]:
         """These status documents as JSON, as last saved; None for those that never were."""
-        found: list[bytes | None] = await self._redis.hmget(JobKeys(name).status, documents)
+        found: list[bytes | None] = await self._redis.hmget(keys_of(name).status, documents)
         return found
 
     async def statuses(
@@ -207,7 +204,7 @@ class HttpStore:
         """These status documents of each of the jobs, as JSON."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
-                pipe.hmget(JobKeys(name).status, documents)
+                pipe.hmget(keys_of(name).status, documents)
             return [dict(zip(documents, found, strict=True)) for found in await pipe.execute()]
 
     async def verdicts(self, name: str, *, after: int, limit: int | None) -> list[tuple[int, str]]:
@@ -220,7 +217,7 @@ class HttpStore:
     async def counts(self, *names: str) -> list[dict[str, int]]:
         """Counters of each of these jobs, and its `backlog`: messages in no saved state."""
         async with self._redis.pipeline(transaction=False) as pipe:
-            for keys in map(JobKeys, names):
+            for keys in map(keys_of, names):
                 pipe.hgetall(keys.counts).xlen(keys.messages)
             answers = await pipe.execute()
         return [
@@ -231,7 +228,7 @@ class HttpStore:
     async def lags_s(self, names: Sequence[str]) -> tuple[float, list[float]]:
         """Age in seconds of the oldest request that an API process may not have stored, and that of
         the oldest message of each job that no worker has read; 0 if none."""
-        answer = await self._lags(keys=[APIS, *(JobKeys(name).messages for name in names)])
+        answer = await self._lags(keys=[APIS, *(keys_of(name).messages for name in names)])
         delay_s, *lags_s = (milliseconds / 1e3 for milliseconds in answer)
         return delay_s, lags_s
 
@@ -264,7 +261,7 @@ class HttpStore:
 
         Raises `UnknownJobError` and `BacklogFullError`.
         """
-        keys = _keys(name)
+        keys = keys_of(name)
         # Telemetry may fill half of the space, so that reports of failures always find room.
         room = 1 if kind is MessageKind.TELEMETRY else 2
         answer, document = await self._writer.write(
@@ -291,7 +288,7 @@ class HttpStore:
         Each document comes with the cursor after it. There may be more: the list is empty at the
         end. Raises `UnknownJobError`.
         """
-        keys = JobKeys(name)
+        keys = keys_of(name)
         async with self._redis.pipeline(transaction=False) as pipe:
             # Read first: all events up to the newest are there, and later ones may be in part.
             pipe.hget(keys.meta, "event").xrange(keys.steps, min=f"({cursor.step}", count=_PAGE)
@@ -313,7 +310,7 @@ class HttpStore:
 
     async def newest(self, name: str) -> EventCursor:
         """The cursor after all that has happened in a job. Raises `UnknownJobError`."""
-        keys = JobKeys(name)
+        keys = keys_of(name)
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hget(keys.meta, "event").xrevrange(keys.steps, count=1)
             event, steps = await pipe.execute()
@@ -328,7 +325,7 @@ class HttpStore:
         newest, count, lowest = "+", 4, math.inf
         while len(found) < limit and lowest > after + 1:
             count = min(4 * count, 500)
-            items = await self._redis.xrevrange(JobKeys(name).steps, max=newest, count=count)
+            items = await self._redis.xrevrange(keys_of(name).steps, max=newest, count=count)
             for identity, fields in items:
                 step = _document(identity, fields)
                 if after < step["step"] < lowest:

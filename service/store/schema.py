@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 
 JOBS = "resihp:jobs"  # set: names of all jobs
 GENERATIONS = "resihp:generations"  # counter: registrations with new content
@@ -90,6 +91,10 @@ class JobKeys:
         """All keys that a reset or the deletion of the job removes."""
         first = [self.meta, self.messages, self.lease, self.state, self.status, self.plans]
         return [*first, self.digests, self.steps, self.counts, *self.histories.values()]
+
+
+keys_of = lru_cache(maxsize=4_096)(JobKeys)
+"""Keys of a job, kept for the next request."""
 
 
 # Redis that is out of memory refuses transactions, and a script's first write if that may need

@@ -46,6 +46,7 @@ from .schema import (
     JobKeys,
     Subject,
     edition,
+    keys_of,
 )
 
 _Part = str | bytes | int | float
@@ -113,7 +114,7 @@ class WorkerStore:
         jobs = sorted(name.decode() for name in names)
         if ended := set(known) - names:
             self._redis.hdel(LOADS, *ended)
-        leases = self._redis.mget([JobKeys(job).lease for job in jobs]) if jobs else []
+        leases = self._redis.mget([keys_of(job).lease for job in jobs]) if jobs else []
         return (
             [worker.decode() for worker in workers],
             dict(zip(jobs, map(_owner, leases), strict=True)),
@@ -132,7 +133,7 @@ class WorkerStore:
 
     def acquire(self, job: str, *, ttl_s: float) -> Lease | None:
         """The lease of a job; None while another worker holds it or if the job does not exist."""
-        keys = JobKeys(job)
+        keys = keys_of(job)
         args: list[str | int] = [self.name, int(ttl_s * 1e3)]
         token = self._acquire(keys=[keys.lease, FENCES], args=args)
         generation = self._redis.hget(keys.meta, "generation")
@@ -145,12 +146,12 @@ class WorkerStore:
         with self._redis.pipeline(transaction=False) as pipe:
             for lease in leases:
                 args: list[bytes | int] = [lease.token, int(ttl_s * 1e3)]
-                self._renew(keys=[JobKeys(lease.job).lease], args=args, client=pipe)
+                self._renew(keys=[keys_of(lease.job).lease], args=args, client=pipe)
             return all(pipe.execute())
 
     def load(self, job: str) -> tuple[Job, Plan, dict[str, bytes]] | None:
         """A job, its plan 0 and its saved state (empty if never saved); None if deleted."""
-        keys = JobKeys(job)
+        keys = keys_of(job)
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.hget(keys.meta, "job").hget(keys.plans, "0").hgetall(keys.state)
             document, plan, state = pipe.execute()
@@ -174,7 +175,7 @@ class WorkerStore:
 
         Raises `LeaseLostError` if the job was deleted meanwhile.
         """
-        key, start = JobKeys(lease.job).messages, "0-0"
+        key, start = keys_of(lease.job).messages, "0-0"
         while True:
             try:
                 start, items, *_ = self._redis.xautoclaim(key, GROUP, self.name, 0, start, count=16)
@@ -192,7 +193,7 @@ class WorkerStore:
             if start in (b"0-0", "0-0"):
                 break
         args: list[bytes | str] = [lease.token, GROUP, self.name]
-        self._remove_idle(keys=[JobKeys(lease.job).lease, key], args=args)
+        self._remove_idle(keys=[keys_of(lease.job).lease, key], args=args)
 
     def read(
         self, leases: Mapping[str, Lease], *, count: int, size: int
@@ -204,7 +205,7 @@ class WorkerStore:
             return {}
         keys, args = list[str](), list[_Part]([GROUP, self.name, count, size])
         for job, lease in leases.items():
-            names = JobKeys(job)
+            names = keys_of(job)
             keys += [names.lease, names.meta, names.messages]
             args += [lease.token, lease.generation]
         looked_at, answer = self._read(keys=keys, args=args)
@@ -233,7 +234,7 @@ class WorkerStore:
 
         Raises `LeaseLostError`; nothing was written then.
         """
-        keys, changes = JobKeys(lease.job), commit.changes
+        keys, changes = keys_of(lease.job), commit.changes
         commands: list[_Command] = [
             *(("HSET", keys.state, part, saved) for part, saved in commit.state.items()),
             *(("HDEL", keys.state, *parts) for parts in _chunks(sorted(commit.dropped))),
@@ -275,7 +276,7 @@ class WorkerStore:
         Records the newest message that is applied in them, so that a replay does not show its steps
         again.
         """
-        keys = JobKeys(lease.job)
+        keys = keys_of(lease.job)
         newest: _Command = ("HSET", keys.state, "shown", applied)
         self._fenced(lease, [newest, *self._shown(keys, status, steps)])
 
@@ -299,7 +300,7 @@ class WorkerStore:
         events: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> None:
         """Carry out commands and append events, all or nothing. Raises `LeaseLostError`."""
-        keys = JobKeys(lease.job)
+        keys = keys_of(lease.job)
         args: list[_Part] = [lease.token, lease.generation, self._keep_events, len(events)]
         for kind, document in events:
             args += [keys.histories[Subject.of(kind)], kind, dumps(document)]
