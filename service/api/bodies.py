@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, RootModel, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+from typing_extensions import TypedDict
 
 from resihp.contracts import ContractError, Job, Op, SensorSample, TelemetryBatch, from_json
 from resihp.contracts.codec import WireFormat, decode, encode
 from resihp.contracts.json_size import parse_json, require_size
+from resihp.contracts.sensors import MOST_READING, SENSOR_NAMES
 from resihp.contracts.telemetry import MOST_MS, MOST_STEP
 
 from ..errors import BodyTooLargeError, ContentEncodingError, MediaTypeError
@@ -45,41 +55,62 @@ _RETRY_KEY = {
 _MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = _STRICT
 
 
-class HeartbeatPosition(_Strict):
+# Of heartbeats there are thousands in a second: they are checked as they are, without an object or
+# a default for each.
+
+_Reading = Annotated[float, Field(ge=0, le=MOST_READING)]
+_READINGS: dict[str, Any] = dict.fromkeys(SENSOR_NAMES, (_Reading | None, None))
+_SECONDS: Any = (Annotated[float, Field(gt=0, le=MOST_READING)], ...)
+_SENSORS = create_model(
+    "SensorSample",
+    __config__=_STRICT,
+    __doc__=SensorSample.__doc__,
+    seconds=_SECONDS,
+    **_READINGS,
+)
+_Sensors = Annotated[SensorSample, GetPydanticSchema(lambda _, schema_of: schema_of(_SENSORS))]
+
+
+class HeartbeatPosition(TypedDict):
     """Position of the training thread of a rank; `op` is a code of telemetry's column."""
 
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
     step: Annotated[int, Field(ge=0, le=MOST_STEP)]
-    microbatch: Annotated[int, Field(ge=-1, lt=2**31)] = -1
-    op: Annotated[int, Field(ge=min(Op), le=max(Op))] | None = None
-    waiting: bool = False
-    passes: Count = 0
-    for_s: Annotated[float, Field(ge=0, le=MOST_MS / 1e3)] = 0.0
+    microbatch: NotRequired[Annotated[int, Field(ge=-1, lt=2**31)]]
+    op: NotRequired[Annotated[int, Field(ge=min(Op), le=max(Op))] | None]
+    waiting: NotRequired[bool]
+    passes: NotRequired[Count]
+    for_s: NotRequired[Annotated[float, Field(ge=0, le=MOST_MS / 1e3)]]
 
 
-class HeartbeatBody(_Strict):
+class HeartbeatBody(TypedDict):
     """Sign of life of the process that holds these ranks; `stack` and `collective` if an answer
     asked for them."""
 
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
     ranks: Ranks
-    step: Step | None = None
-    process: Annotated[str, Field(max_length=64)] = ""
-    sequence: Count = 0
-    position: HeartbeatPosition | None = None
-    sensors: SensorSample | None = None
-    left: bool = False
-    error: Detail = ""
-    stack: Annotated[list[Frame], Field(max_length=32)] = []
-    collective: Annotated[str, Field(max_length=256)] = ""
+    step: NotRequired[Step | None]
+    process: NotRequired[Annotated[str, Field(max_length=64)]]
+    sequence: NotRequired[Count]
+    position: NotRequired[HeartbeatPosition | None]
+    sensors: NotRequired[_Sensors | None]
+    left: NotRequired[bool]
+    error: NotRequired[Detail]
+    stack: NotRequired[Annotated[list[Frame], Field(max_length=32)]]
+    collective: NotRequired[Annotated[str, Field(max_length=256)]]
 
 
-class HeartbeatList(RootModel[list[HeartbeatBody]]):
-    """Heartbeats of several processes, as of the ranks of one host."""
-
-    root: Annotated[list[HeartbeatBody], Field(min_length=1, max_length=4_096, fail_fast=True)]
+Heartbeats = Annotated[list[HeartbeatBody], Field(min_length=1, max_length=4_096, fail_fast=True)]
+"""Heartbeats of several processes, as of the ranks of one host."""
+_HEARTBEAT = TypeAdapter[HeartbeatBody](HeartbeatBody)
+HEARTBEATS = TypeAdapter[list[HeartbeatBody]](Heartbeats)
 
 
 class AckBody(_Strict):
@@ -129,10 +160,14 @@ class ProbeAnswerBody(_Strict):
 async def read(request: Request, model: type[_Body]) -> _Body:
     """A JSON body of a model. Raises `RequestValidationError`, `ContractError`,
     `BodyTooLargeError` and `MediaTypeError`."""
+    return await _checked(request, model.model_validate_json)
+
+
+async def _checked(request: Request, check: Callable[[bytes], _Made]) -> _Made:
     document = await _json(request)
     require_size(document, **DOCUMENT_SIZE)
     try:
-        return await off_loop(request, lambda: model.model_validate_json(document))
+        return await off_loop(request, lambda: check(document))
     except ValidationError as error:
         if error.error_count() > _MOST_MISTAKES:
             raise ContractError("", f"has {error.error_count()} mistakes") from None
@@ -144,10 +179,11 @@ async def read(request: Request, model: type[_Body]) -> _Body:
         raise RequestValidationError(items) from None
 
 
-async def read_heartbeats(request: Request) -> HeartbeatBody | HeartbeatList:
+async def read_heartbeats(request: Request) -> HeartbeatBody | list[HeartbeatBody]:
     """A JSON body of one heartbeat, or of a list of them. Raises as `read`."""
-    is_list = (await request.body()).lstrip()[:1] == b"["
-    return await read(request, HeartbeatList if is_list else HeartbeatBody)
+    if (await request.body()).lstrip()[:1] == b"[":
+        return await _checked(request, HEARTBEATS.validate_json)
+    return await _checked(request, _HEARTBEAT.validate_json)
 
 
 async def read_job(request: Request, name: str) -> Job:
@@ -205,7 +241,7 @@ def accepts(model: type[BaseModel], *, once: bool = False) -> dict[str, Any]:
 
 def accepts_heartbeats() -> dict[str, Any]:
     """Options of the route of heartbeats, one or a list of them."""
-    schema = _schema(HeartbeatBody | HeartbeatList)
+    schema = _schema(HeartbeatBody | Heartbeats)
     return {"status_code": 202, "openapi_extra": _json_body(schema)}
 
 

@@ -74,11 +74,11 @@ async def post_heartbeat(job: str, request: Request, ctx: Ctx) -> dict[str, Any]
         body = await bodies.read_heartbeats(request)
         await asyncio.sleep(0)  # else all that wait would have their turns at once
     document = (await request.body()).strip()
-    if isinstance(body, bodies.HeartbeatBody):
-        asked = await ctx.heartbeats.add(job, document, 1) & set(body.ranks)
-        return {"accepted": len(set(body.ranks))} | ({"stack": True} if asked else {})
-    ranks = {rank for heartbeat in body.root for rank in heartbeat.ranks}
-    asked = await ctx.heartbeats.add(job, document[1:-1], len(body.root)) & ranks
+    if not isinstance(body, list):
+        asked = await ctx.heartbeats.add(job, document, 1) & set(body["ranks"])
+        return {"accepted": len(set(body["ranks"]))} | ({"stack": True} if asked else {})
+    ranks = {rank for heartbeat in body for rank in heartbeat["ranks"]}
+    asked = await ctx.heartbeats.add(job, document[1:-1], len(body)) & ranks
     return {"accepted": len(ranks)} | ({"stacks": sorted(asked)} if asked else {})
 
 

@@ -27,7 +27,7 @@ from resihp.contracts.codec import WireFormat, encode
 from resihp.hooks import Monitor
 from resihp.testing.scenarios import Fault, steps_of
 from service import Settings
-from service.api.bodies import HeartbeatList
+from service.api.bodies import HEARTBEATS
 from service.store.documents import JobMessage, MessageKind
 from service.worker.adapters import load_adapters
 from tests.service.conftest import Http, eventually, job_of, running
@@ -93,7 +93,7 @@ def test_workers_read_what_senders_have_sent(beats: list[Heartbeat], leave_out_d
             {k: v for k, v in d.items() if v not in (None, False, "", [])} for d in documents
         ]
     sent = json.dumps(documents)
-    HeartbeatList.model_validate_json(sent)
+    HEARTBEATS.validate_json(sent)
     message = JobMessage("1-0", MessageKind.HEARTBEAT, f'{{"heartbeats":{sent}}}'.encode())
     assert message.heartbeats() == beats
 
