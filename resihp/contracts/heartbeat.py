@@ -85,7 +85,7 @@ class Heartbeat:
         made["stack"] = tuple(made.get("stack", ()))
         if (position := made.get("position")) is not None:
             op = position.get("op")
-            place = position if op is None else position | {"op": Op(op)}
+            place = position if op is None else position | {"op": _OPS[op]}
             made["position"] = _unchecked(TrainingPosition, place)
         if (sensors := made.get("sensors")) is not None:
             made["sensors"] = _unchecked(SensorSample, sensors)
@@ -94,11 +94,11 @@ class Heartbeat:
 
 def _unchecked(kind: type[T], given: Mapping[str, Any]) -> T:
     made = object.__new__(kind)
-    vars(made).update(_DEFAULTS[kind])
-    vars(made).update(given)
+    object.__setattr__(made, "__dict__", {**_DEFAULTS[kind], **given})
     return made
 
 
+_OPS = {int(op): op for op in Op}
 _DEFAULTS: dict[type, dict[str, Any]] = {
     kind: {
         field.name: None if field.default is MISSING else field.default for field in fields(kind)

@@ -70,8 +70,10 @@ class StepTimes(Persistent):
         for step, part in by_step(batch):
             index = self._progress.index(part.rank)
             self._progress.count(step, index)
-            total = self._times_ms.setdefault(step, np.zeros((self._progress.ranks.size, 4)))
-            np.add.at(total, index, _times_ms(part))
+            size = self._progress.ranks.size
+            total = self._times_ms.setdefault(step, np.zeros((size, 4)))
+            for column, ms in enumerate(_times_ms(part)):
+                total[:, column] += np.bincount(index, ms, size)
             if self._progress.is_full:
                 found += map(self._close, self._progress.close(lost))
         return [*found, *map(self._close, self._progress.close(lost))]
@@ -92,17 +94,16 @@ class StepTimes(Persistent):
         return StepTime(step, float(times_ms.sum(axis=1).max()), ranks)
 
 
-def _times_ms(batch: TelemetryBatch) -> NDArray[np.float64]:
-    """The parts of `RankTime` in each record, shape (records, 4). Transfers of microbatches that
+def _times_ms(batch: TelemetryBatch) -> tuple[NDArray[np.float64], ...]:
+    """The parts of `RankTime` in each record. Transfers of microbatches that
     are stamped count as none: they are waiting of a pass, or lie between two."""
     wait_ms = np.nan_to_num(batch.wait_ms, nan=0.0)
     forward, backward = batch.op == Op.FORWARD, batch.op == Op.BACKWARD
     passes = forward | backward
     inner = (batch.op == Op.P2P) & (batch.microbatch >= 0) & np.isfinite(batch.start_ms)
-    parts = (
+    return (
         np.where(forward, batch.compute_ms, 0.0),
         np.where(backward, batch.compute_ms, 0.0),
         np.where(passes, wait_ms, 0.0),
         np.where(passes | inner, 0.0, batch.compute_ms + wait_ms),
     )
-    return np.stack(parts, axis=1)
