@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from traceback import clear_frames
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 import numpy as np
@@ -166,17 +167,27 @@ async def read(request: Request, model: type[_Body]) -> _Body:
 async def _checked(request: Request, check: Callable[[bytes], _Made]) -> _Made:
     document = await _json(request)
     require_size(document, **DOCUMENT_SIZE)
-    try:
-        return await off_loop(request, lambda: check(document))
-    except ValidationError as error:
-        if error.error_count() > _MOST_MISTAKES:
-            raise ContractError("", f"has {error.error_count()} mistakes") from None
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        items = [
+
+    def checked() -> _Made:
+        try:
+            return check(document)
+        except ValidationError as error:
+            raise _refusal(error) from None
+
+    return await off_loop(request, checked)
+
+
+def _refusal(error: ValidationError) -> ContractError | RequestValidationError:
+    """The mistakes of a body, without its values."""
+    if error.error_count() > _MOST_MISTAKES:
+        return ContractError("", f"has {error.error_count()} mistakes")
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return RequestValidationError(
+        [
             {**item, "loc": ("body", *(str(part)[:_LONGEST_NAME] for part in item["loc"]))}
             for item in found
         ]
-        raise RequestValidationError(items) from None
+    )
 
 
 async def read_heartbeats(request: Request) -> HeartbeatBody | list[HeartbeatBody]:
@@ -221,7 +232,22 @@ async def off_loop(request: Request, work: Callable[[], _Made]) -> _Made:
     if len(await request.body()) <= LARGE_BYTES:
         return work()
     thread = request.app.state.context.decoding
-    return await asyncio.get_running_loop().run_in_executor(thread, work)
+    return await asyncio.get_running_loop().run_in_executor(thread, _without_frames(work))
+
+
+def _without_frames(work: Callable[[], _Made]) -> Callable[[], _Made]:
+    """`work` whose refusals do not keep what was made of the body: they may wait for the event loop
+    while the next body is decoded."""
+
+    def light() -> _Made:
+        try:
+            return work()
+        except (ContractError, RequestValidationError) as error:
+            error.__context__ = None
+            clear_frames(error.__traceback__)
+            raise
+
+    return light
 
 
 def wire_format(request: Request) -> WireFormat:

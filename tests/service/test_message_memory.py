@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import struct
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
+import pytest
+from fastapi.exceptions import RequestValidationError
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +22,7 @@ from resihp.contracts import COLUMNS, ContractError, Job, Layout, TelemetryBatch
 from resihp.contracts.codec import WireFormat, decode, encode
 from resihp.contracts.json_size import parse_json
 from service import Settings, Sidecar
+from service.api import bodies
 from service.api.bodies import DOCUMENT_SIZE
 from tests.service.conftest import FAKES, Http, job_of
 
@@ -103,6 +108,61 @@ def test_the_content_of_a_message_is_small(message):
 def test_as_many_records_as_are_allowed_fit():
     assert len(FULL) <= LIMITS.max_body_bytes
     assert len(decode(FULL, max_records=LIMITS.max_records)) == LIMITS.max_records
+
+
+class Body:
+    """A request, as far as it is read; its body lies outside of what is counted."""
+
+    def __init__(self, form: WireFormat, content: bytes) -> None:
+        self.headers = {"content-type": form.value}
+        self._content = content
+        decoding = ThreadPoolExecutor(1)
+        context = SimpleNamespace(decoding=decoding)
+        self.app = SimpleNamespace(state=SimpleNamespace(context=context))
+
+    async def body(self) -> bytes:
+        return self._content
+
+
+@pytest.mark.parametrize(
+    ("read", "form", "content"),
+    [
+        (
+            lambda request: bodies.read_telemetry(request, 10**6),
+            JSON,
+            b'{"columns":{"rank":[' + b"-6," * 200_000 + b"0]}}",
+        ),
+        (
+            lambda request: bodies.read(request, bodies.JoinersBody),
+            JSON,
+            b'{"a":"' + b"a" * 2_000_000 + b'"}',
+        ),
+        (
+            lambda request: bodies.read(request, bodies.JoinersBody),
+            JSON,
+            b'{"ranks":[' + b'"a",' * 100_000 + b"0]}",
+        ),
+        (
+            lambda request: bodies.read_job(request, "j"),
+            JSON,
+            b'{"layout":[' + b'"a",' * 100_000 + b"0]}",
+        ),
+    ],
+)
+def test_a_refusal_that_waits_for_the_event_loop_keeps_nothing_of_the_body(read, form, content):
+    """The next body is decoded meanwhile."""
+    request = Body(form, content)
+    tracemalloc.start()
+    try:
+        with pytest.raises((ContractError, RequestValidationError)):
+            asyncio.run(read(request))  # what a first call makes once and for all
+        before, _ = tracemalloc.get_traced_memory()
+        with pytest.raises((ContractError, RequestValidationError)) as raised:
+            asyncio.run(read(request))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 100_000, raised.value
 
 
 JOB = to_json(Job(name="m", layout=Layout.grid(dp=256, pp=4, tp=4, layers=8), microbatches=256))

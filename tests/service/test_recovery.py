@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -297,22 +298,45 @@ def test_a_stale_socket_and_a_long_path_are_no_obstacle(tmp_path: Path):
 def test_a_redis_may_load_its_data_for_as_long_as_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """By a clock on which each question takes a second: it says for two minutes that it loads."""
+    server = EmbeddedRedis(tmp_path)
+    asked = 0
+
+    def answer(path: Path) -> bytes:
+        nonlocal asked
+        asked += 1
+        return b"-LOADING Redis is loading the dataset in memory\r\n" if asked < 120 else b"+PONG"
+
+    monkeypatch.setattr(embedded_redis, "_answer", answer)
+    clock = SimpleNamespace(monotonic=lambda: float(asked), sleep=lambda seconds: None)
+    monkeypatch.setattr(embedded_redis, "time", clock)
+    with pytest.raises(StartError, match="stopped before"):
+        server.start(is_over=lambda: asked == 60)
+    server.start()
+    assert asked == 120
+    monkeypatch.undo()
+    server.stop()
+
+
+def test_a_redis_says_that_it_loads_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     server = EmbeddedRedis(tmp_path)
     server.start()
     with redis.Redis(unix_socket_path=str(server.socket)) as raw, raw.pipeline() as pipe:
-        for number in range(16_000):
+        for number in range(4_000):
             pipe.set(str(number), "")
         pipe.execute()
     server.stop()
-    options = embedded_redis._options
+    options, answer = embedded_redis._options, embedded_redis._answer
     delayed = ["--key-load-delay", "250"]  # microseconds of each key
     monkeypatch.setattr(embedded_redis, "_options", lambda *where: [*options(*where), *delayed])
-    monkeypatch.setattr(embedded_redis, "_START_TIMEOUT_S", 3.0)
-    with pytest.raises(StartError, match="stopped before"):
-        server.start(is_over=lambda: True)
+    answers = []
+    monkeypatch.setattr(
+        embedded_redis, "_answer", lambda path: answers.append(answer(path)) or answers[-1]
+    )
     server.start()
+    assert any(each.startswith(b"-LOADING") for each in answers)
     with redis.Redis(unix_socket_path=str(server.socket)) as raw:
-        assert raw.dbsize() == 16_000
+        assert raw.dbsize() == 4_000
     server.stop()
 
 
