@@ -6,6 +6,7 @@ Run by torchrun; every training writes FOLDER/NAME-RANK.json and FOLDER/NAME-RAN
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -128,6 +129,9 @@ def main() -> None:
     """Run all trainings."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
+    # Python 3.11 hangs in a worker that is forked while a thread of torch asks for the interpreter.
+    multiprocessing.set_start_method("forkserver")
+    multiprocessing.set_forkserver_preload(["tests.integrations.quota_trainings"])
     train("plain", folder)
     train(
         "quotas", folder, quotas=(5, 3, 1), save_strategy="steps", save_steps=6,
