@@ -361,6 +361,13 @@ last = Last()  # deleted as the interpreter ends, after all exit handlers
 """
 
 
+def status_and_crash(ranks: Ranks, number: signal.Signals, ending: str) -> tuple[int, int | None]:
+    """Of a rank that ends so, and that a signal kills as its Python ends."""
+    key, _ = ranks.start(ranks.script(CRASHES_AT_ITS_END.format(number=int(number)) + ending))
+    ended = ranks.wait_for(Ended, key)
+    return ended.status, ended.crash
+
+
 @pytest.mark.parametrize(
     ("number", "ending"),
     [
@@ -372,8 +379,7 @@ last = Last()  # deleted as the interpreter ends, after all exit handlers
 def test_a_rank_that_has_completed_may_crash_as_python_ends(
     ranks: Ranks, number: signal.Signals, ending: str
 ) -> None:
-    key, _ = ranks.start(ranks.script(CRASHES_AT_ITS_END.format(number=int(number)) + ending))
-    assert ranks.wait_for(Ended, key) == Ended(key, 0, crash=number), ranks.logs()
+    assert status_and_crash(ranks, number, ending) == (0, number), ranks.logs()
 
 
 @pytest.mark.parametrize(
@@ -392,8 +398,7 @@ def test_a_rank_that_has_completed_may_crash_as_python_ends(
 def test_any_other_rank_that_is_killed_has_failed(
     ranks: Ranks, number: signal.Signals, ending: str
 ) -> None:
-    key, _ = ranks.start(ranks.script(CRASHES_AT_ITS_END.format(number=int(number)) + ending))
-    assert ranks.wait_for(Ended, key) == Ended(key, -number), ranks.logs()
+    assert status_and_crash(ranks, number, ending) == (-number, None), ranks.logs()
 
 
 TO_ALL = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
