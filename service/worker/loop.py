@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import secrets
@@ -46,6 +47,9 @@ _MEASURE_EVERY_S = 0.25  # the delay of the API
 _LONGEST_ROUND_S = 1.0  # that counts as delay
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
+_COLLECT_AFTER = 20_000
+"""New objects from which garbage is collected. Messages are thousands of objects without circles,
+and the sessions of many jobs are looked through each time that a generation is."""
 _NICE = 5
 """Priority of a process of a worker: where processors are short an API process comes first. It can
 ask senders for fewer messages, and a worker that is behind cannot."""
@@ -360,8 +364,11 @@ def work(
     if not _answers(url, stop, patience_s):
         return
     os.nice(_NICE)
+    made = adapters(settings)
+    gc.freeze()  # what was imported stays, and need not be looked through
+    gc.set_threshold(_COLLECT_AFTER)
     # Signal handlers run in the main thread, which therefore only waits.
-    worker = Worker(url, settings, adapters(settings), name or unique_name())
+    worker = Worker(url, settings, made, name or unique_name())
     thread = threading.Thread(target=worker.run, args=(stop,))
     thread.start()
     while thread.is_alive():

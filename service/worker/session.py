@@ -55,7 +55,7 @@ from .telemetry_runs import TelemetryPart, joined, runs
 
 log = logger("resihp.session")
 
-_CHECK_ALIVE_EVERY_S = 0.5
+_CHECK_EVERY_S = 0.5  # what does not depend on messages
 _LONGEST_DETAIL = 1_000
 _MOST_DEPARTED = 131_072
 
@@ -168,23 +168,18 @@ class JobSession:
         or behind never counts against a rank. What was sent in the last `delay_s` may be missing.
         """
         self._state.clock.advance(elapsed_s, delay_s)
-        self._guarded("check_alive", lambda: self._report(self._check_alive()))
-        self._guarded("probe_requests", self._request_probes)
+        now_s = self._state.clock.heard_s
+        if now_s - self._checked_s >= _CHECK_EVERY_S:
+            self._checked_s = now_s
+            self._guarded("check_alive", lambda: self._report(self._detector.check_alive(now_s)))
+            self._guarded("probe_requests", lambda: self._request_probes(now_s))
 
     def _heartbeat(self, message: JobMessage) -> None:
         changed = self._detector.take_heartbeats(message.heartbeats(), self._state.clock.latest_s)
         if changed:
             self._report(changed)
 
-    def _check_alive(self) -> list[Verdict]:
-        now_s = self._state.clock.heard_s
-        if now_s - self._checked_s < _CHECK_ALIVE_EVERY_S:
-            return []
-        self._checked_s = now_s
-        return self._detector.check_alive(now_s)
-
-    def _request_probes(self) -> None:
-        now_s = self._state.clock.heard_s
+    def _request_probes(self, now_s: float) -> None:
         for request in self._state.probes.ask(self._detector.probe_requests(now_s), now_s):
             kind, rank, reference = request.kind.value, request.rank, request.reference
             self._event("probe", {"probe": kind, "rank": rank, "reference": reference})
