@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .options import Command
-from .preloading import can_be_preloaded, is_imported, preload, top_level_imports
+from .preloading import can_be_preloaded, imports_of, is_imported, preload
 from .rank_processes import kill_group, signal_group
 from .rank_script import LastExitHandler, RankScript, pose_as
 
@@ -300,7 +300,7 @@ class _Server:
         if "preload" in message:
             command = Command(**message["preload"])
             pose_as(command, self._at_start)
-            self._to_import = top_level_imports(command)
+            self._to_import = imports_of(command)
         return None
 
     def _signal(self, message: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,8 +44,15 @@ _LIBRARIES = (
     *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")),
     Path(__file__).parents[1],
 )
+_CHECKPOINTS = "resihp.checkpoint"
 _SAFE_THREADS = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which stops them around a fork
 _FOLDERS_OF_LIBRARIES = {"site-packages", "dist-packages"}
+
+
+def imports_of(command: Command) -> list[str]:
+    """List what a script imports at its top level, in its order, and what ranks restore their state
+    with, wherever a script imports that."""
+    return [] if command.kind == "program" else [*top_level_imports(command), _CHECKPOINTS]
 
 
 def top_level_imports(command: Command) -> list[str]:
@@ -52,26 +60,31 @@ def top_level_imports(command: Command) -> list[str]:
     names, of which the list does not say whether they are modules.
 
     Those after its first statement that may change the process are left out: settings and the path
-    may decide what is imported, and how.
+    may decide what is imported, and how. Of those in blocks, whether they are reached is known of
+    what a `try` begins with.
     """
     try:
-        if command.kind == "program":
-            return []
         if command.kind == "module":
             return [command.target.rpartition(".")[0]] if "." in command.target else []
         tree = ast.parse(Path(command.target).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []
-    found: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.append(node.module)
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif _may_change_the_process(node):
-            break
+    reached = takewhile(lambda node: not _may_change_the_process(node), tree.body)
+    found = [name for node in reached for name in _imported(node)]
     return list(dict.fromkeys(found))
+
+
+def _imported(statement: ast.stmt) -> Iterator[str]:
+    """Go through what a statement imports for certain."""
+    match statement:
+        case ast.Import(names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(str(module), names, 0):
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in names)
+        case ast.Try(body):
+            for node in body:
+                yield from _imported(node)
 
 
 def _may_change_the_process(statement: ast.stmt) -> bool:

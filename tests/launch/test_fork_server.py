@@ -22,7 +22,7 @@ import pytest
 from resihp.launch import fork_server
 from resihp.launch.fork_server import Ended, ForkServer, Started
 from resihp.launch.options import Command
-from resihp.launch.preloading import top_level_imports
+from resihp.launch.preloading import imports_of, top_level_imports
 from tests.elastic.engine_job import is_running
 from tests.forked import ForkedProcess
 
@@ -615,13 +615,15 @@ def test_imports_of_a_script(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(
         "import a.b as c, d\nfrom e import f\nfrom . import g\nif True:\n    import h\n"
+        "try:\n    import i\nexcept ImportError:\n    import j\nelse:\n    import k\n"
     )
-    assert top_level_imports(Command(str(path), "script")) == ["a.b", "d", "e", "e.f"]
+    assert top_level_imports(Command(str(path), "script")) == ["a.b", "d", "e", "e.f", "i"]
     path.write_text("not python")
     assert top_level_imports(Command(str(path), "script")) == []
     assert top_level_imports(Command(str(tmp_path / "missing.py"), "script")) == []
     assert top_level_imports(Command("package.train", "module")) == ["package"]
-    assert top_level_imports(Command("program", "program")) == []
+    assert imports_of(Command("package.train", "module")) == ["package", "resihp.checkpoint"]
+    assert imports_of(Command("program", "program")) == []
 
 
 @pytest.mark.parametrize(
@@ -636,7 +638,7 @@ def test_imports_of_a_script(tmp_path: Path) -> None:
         ("if True:\n    os.environ['LIB_HOME'] = '/lib'", False),
         ("with a.settings:\n    pass", False),
         ("'A text.'\nSIZE: int = 2 * 3\nx, y = SIZE, a.z", True),
-        ("try:\n    import c\nexcept ImportError:\n    c = None", True),
+        ("try:\n    import a\nexcept ImportError:\n    c = None", True),
         ("BEGUN = time.time()", True),
         ("def f():\n    a.configure()\nclass C:\n    def g(self):\n        self.x = 1", True),
     ],
