@@ -9,10 +9,11 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ LONGEST = ("pause_ms", "prepare_ms", "extra_bytes", "spilled_bytes")
 TOTAL = ("received_bytes", "gradient_bytes")
 LIMIT = ReshardBudget()
 SWITCHES_BEFORE = 5
-TOKENS, MICROBATCHES, STEPS, LAYERS, UNITS = 128, 4, 9, 8, 8
+TOKENS, MICROBATCHES, STEPS_AFTER, LAYERS, UNITS = 128, 4, 4, 8, 8
 SHAPES = {
     "30M": ModelShape(layers=LAYERS, hidden=512, heads=8, kv_heads=8, ffn=1536, vocab=4096),
     "100M": ModelShape(layers=LAYERS, hidden=1024, heads=8, kv_heads=8, ffn=2688, vocab=4096),
@@ -52,6 +53,10 @@ class Change:
     old: Layout
     new: Layout
     quotas: tuple[int, ...] = ()
+
+    def side(self, number: int) -> tuple[Layout, tuple[int, ...]]:
+        """Layout and quotas after so many changes, there and back."""
+        return (self.new, self.quotas) if number % 2 else (self.old, ())
 
 
 CHANGES = (
@@ -79,17 +84,7 @@ def live(
     Without `attach` ranks exchange through sockets, as those of several hosts do. On "cuda" all of
     them are on the first device.
     """
-    folder = Path(tempfile.mkdtemp(prefix="resihp-resize-"))
-    try:
-        with LocalRanks("resize", folder) as ranks:
-            ranks.start(range(4), run_rank, shape, change, attach, device, folder)
-            codes = ranks.wait(600)
-            assert set(codes.values()) == {0}, ranks.logs()
-        switches = [json.loads(path.read_text()) for path in folder.glob("switch-*.json")]
-        told = [json.loads(path.read_text()) for path in folder.glob("steps-*.json")]
-    finally:
-        shutil.rmtree(folder)
-    assert len(switches) == 4, "every rank reports the change"
+    switches, told = _told(shape, change, 1, attach=attach, device=device)
     most = {key: max(seen[key] for seen in switches) for key in LONGEST}
     total = {key: sum(seen[key] for seen in switches) for key in TOTAL}
     extra = max(one["extra_bytes"] for one in told)
@@ -97,14 +92,50 @@ def live(
     return {**most, **total, "measured_bytes": extra, **times}
 
 
-def _step_times(told: list[list[list[float]]], first: int) -> dict[str, float]:
-    """Milliseconds of the usual steps before and after the change, and of those next to it.
+def copying_steps(shape: ModelShape, change: Change, changes: int) -> list[dict[str, float]]:
+    """Milliseconds of steps of one job that changes its layout so many times, to the new one and
+    back: for each change the `copying` step, one of the usual steps of that layout (`another`), and
+    the median of the others (`usual`)."""
+    _, told = _told(shape, change, changes, attach=True, device="cpu")
+    ms = _longest([one["steps"] for one in told])
+    return [_copying_step(ms, SWITCHES_BEFORE * number) for number in range(1, changes + 1)]
 
-    The pause lies at the end of the copying step and is not part of its time here.
-    """
+
+def _copying_step(ms: dict[int, float], first: int) -> dict[str, float]:
+    *usual, another, copying = (ms[step] for step in range(first - SWITCHES_BEFORE + 1, first))
+    return {"usual": statistics.median(usual), "another": another, "copying": copying}
+
+
+def _told(
+    shape: ModelShape, change: Change, changes: int, *, attach: bool, device: str
+) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """Run the four ranks; what each tells of the last change, and of all steps."""
+    folder = Path(tempfile.mkdtemp(prefix="resihp-resize-"))
+    try:
+        with LocalRanks("resize", folder) as ranks:
+            ranks.start(range(4), run_rank, shape, change, changes, attach, device, folder)
+            codes = ranks.wait(600 + 60 * changes)
+            assert set(codes.values()) == {0}, ranks.logs()
+        switches = [json.loads(path.read_text()) for path in folder.glob("switch-*.json")]
+        told = [json.loads(path.read_text()) for path in folder.glob("steps-*.json")]
+    finally:
+        shutil.rmtree(folder)
+    assert len(switches) == 4, "every rank reports the change"
+    return switches, told
+
+
+def _longest(told: list[list[list[float]]]) -> dict[int, float]:
+    """Milliseconds of each step, by its slowest rank. A pause lies at the end of the copying step
+    and is not part of its time here."""
     longest: dict[int, float] = {}
     for step, ms in (pair for steps in told for pair in steps):
         longest[round(step)] = max(longest.get(round(step), 0.0), ms)
+    return longest
+
+
+def _step_times(told: list[list[list[float]]], first: int) -> dict[str, float]:
+    """Milliseconds of the usual steps before and after the change, and of those next to it."""
+    longest = _longest(told)
     return {
         "old": statistics.median(ms for step, ms in longest.items() if 0 < step < first - 1),
         "copying": longest[first - 1],
@@ -119,11 +150,13 @@ def run_rank(
     port: int,
     shape: ModelShape,
     change: Change,
+    changes: int,
     attach: bool,
     device: str,
     folder: Path,
 ) -> None:
-    """One rank: a few steps in the old layout, the change, a few in the new one."""
+    """One rank: a few steps in the old layout, the change, a few in the new one; and so on, there
+    and back, up to that many changes."""
     torch.set_num_threads(1)
     os.environ["NCCL_HOSTID"] = f"rank{rank}"  # else it refuses ranks that share a device
     timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
@@ -142,18 +175,22 @@ def run_rank(
         steps.append((reduced.step, ms - paused_ms))
         paused_ms = 0.0
         watch.phase = {2: "switch", SWITCHES_BEFORE + 1: "after"}.get(reduced.step, watch.phase)
-        _await_switch(trainer)
+        if reduced.step < SWITCHES_BEFORE * changes:
+            _await_switch(trainer)
 
     trainer = Trainer(
         Setup(Llama(shape), OPTIMIZER, batch, device=first_device(device)),
-        _plan(0, change.old),
+        _plan(0, *change.side(0)),
         Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
-        OnePlan(_plan(1, change.new, change.quotas), lambda: trainer.completed > 2),
+        Plans(
+            [_plan(number, *change.side(number)) for number in range(1, changes + 1)],
+            lambda version: trainer.completed > SWITCHES_BEFORE * version - 3,
+        ),
         callbacks=Callbacks(on_layout_change=on_layout_change, on_step=on_step),
         memory=replace(LIMIT, attach=attach),
     )
     watch.start()
-    trainer.run(STEPS)
+    trainer.run(SWITCHES_BEFORE * changes + STEPS_AFTER)
     told = {"steps": steps, "extra_bytes": watch.stop()}
     (folder / f"steps-{rank}.json").write_text(json.dumps(told))
 
@@ -184,16 +221,16 @@ class MemoryWatch:
             self._most[self.phase] = max(self._most[self.phase], held << 10)
 
 
-class OnePlan:
-    """Plan source with one plan."""
+class Plans:
+    """Plan source with plans of versions from 1 on, each of which may be due or not yet."""
 
-    def __init__(self, plan: Plan, is_due: Callable[[], bool]) -> None:
-        self._plan, self._is_due = plan, is_due
+    def __init__(self, plans: Sequence[Plan], is_due: Callable[[int], bool]) -> None:
+        self._plans, self._is_due = plans, is_due
 
     def wait(self, after: int, seconds: float) -> Plan | None:
-        """The plan, until it is committed."""
-        if after < self._plan.version and self._is_due():
-            return self._plan
+        """The plan behind the one of version `after`, until it is committed."""
+        if after < len(self._plans) and self._is_due(after + 1):
+            return self._plans[after]
         time.sleep(min(seconds, 0.05))
         return None
 
@@ -231,8 +268,11 @@ def _plan(version: int, layout: Layout, quotas: tuple[int, ...] = ()) -> Plan:
 
 
 def _await_switch(trainer: Trainer) -> None:
-    """Hold the third step until the next generation is ready, so that every run changes there."""
-    deadline = time.monotonic() + 60
-    while trainer.completed == 3 and not trainer.is_prepared and time.monotonic() < deadline:
+    """Hold two steps before a change until the next generation is ready, so that every run changes
+    there."""
+    deadline, held = time.monotonic() + 60, SWITCHES_BEFORE - 2
+    while trainer.completed % SWITCHES_BEFORE == held and not trainer.is_prepared:
+        if time.monotonic() > deadline:
+            break
         trainer.poll_proposal()
         time.sleep(0.01)

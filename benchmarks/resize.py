@@ -4,6 +4,8 @@ Live: the pause of training, the longest of all ranks; and the duration of the s
 state is copied and of the first step in the new layout, with the usual step of each layout.
 Lower bound of the bytes: parameters and moments of the ranges that a rank lacks; and, because they
 are copied before the step's update, the gradients of the same ranges.
+With `--copying N` only the duration of those steps, in N changes there and back of one job, beside
+that of a usual step just before, which has no copy, each over the median of the others before it.
 Restart: save with torch's distributed checkpoint, start new processes, build their state, load with
 resharding; the same number of elements, one rank fewer. Both on this machine, nothing emulated.
 """
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._report import machine, print_table, write_json
-from benchmarks._resize_live import CHANGES, LIMIT, OPTIMIZER, SHAPES, Change, live
+from benchmarks._resize_live import CHANGES, LIMIT, OPTIMIZER, SHAPES, Change, copying_steps, live
 from resihp.elastic.models import Llama
 from resihp.layout import least_numel
 
@@ -48,6 +50,8 @@ COLUMNS = (
     "first new step ms",
     "new step ms",
 )
+COPYING = ("model", "change", "changes", "usual ms", "copying", "quartiles", "another", "quartiles")
+_KEYS = (*COPYING[:5], "copying quartiles", "another", "another quartiles")
 USUAL_SIZES = ("30M", "100M")
 Seen = dict[str, float]
 Round = dict[str, dict[str, Seen]]
@@ -72,9 +76,20 @@ def main() -> None:
         help="exchange as between hosts, without reading another rank's memory",
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="no further round after that")
+    parser.add_argument(
+        "--copying", type=int, metavar="N", help="the copying steps alone, in so many changes"
+    )
     options = parser.parse_args()
     sizes = options.size or USUAL_SIZES
     changes = [c for c in CHANGES if c.name in (options.change or [c.name])]
+
+    if options.copying:
+        rows = [copying(size, change, options.copying) for size in sizes for change in changes]
+        print(machine())
+        print_table("Copying steps, and another step, over the usual step", COPYING, rows)
+        if options.json:
+            write_json(options.json, {"rows": [dict(zip(_KEYS, row, strict=True)) for row in rows]})
+        return
 
     def one_round() -> Round:
         return {size: seen_once(size, changes, attach=not options.sockets) for size in sizes}
@@ -142,6 +157,17 @@ def summary(size: str, changes: list[Change], rounds: list[dict[str, Seen]]) -> 
             ]
         )
     return rows
+
+
+def copying(size: str, change: Change, changes: int) -> list[Any]:
+    """Row of the copying steps of one change: times of a usual one, medians and quartiles."""
+    seen = copying_steps(SHAPES[size], change, changes)
+    usual = statistics.median(one["usual"] for one in seen)
+    row: list[Any] = [f"{_numel(size) / 1e6:.0f}M", change.name, changes, round(usual)]
+    for step in ("copying", "another"):
+        low, middle, high = statistics.quantiles([one[step] / one["usual"] for one in seen], n=4)
+        row += [f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
+    return row
 
 
 def _numel(size: str) -> int:
