@@ -216,17 +216,20 @@ class ReplicaOptions:
             held = np.array([option.layers for option in some], np.int64)
             ends, sizes = self._makespans(batch, held), self.state.total(batch.chains, held)
             row = np.arange(len(held))
+            tried = np.zeros((len(single_moves(batch.stages)), len(held)), bool)
             for _ in range(_MOVES if batch.stages > 1 else 0):
                 moved = held + single_moves(batch.stages)[:, None, :]
                 bounds, smaller = self._weighed(batch, np.maximum(moved, 1))
-                hopeful = (moved >= 1).all(axis=2) & (bounds <= limit_ms)
+                hopeful = (moved >= 1).all(axis=2) & (bounds <= limit_ms) & ~tried
                 hopeful &= smaller < sizes - _LEAST_RATE * sizes
+                if not hopeful.any():
+                    break
                 choice = np.where(hopeful, smaller, np.inf).argmin(axis=0)
                 trial = np.maximum(moved[choice, row], 1)
                 exact = self._makespans(batch, trial, hopeful[choice, row])
                 better = exact <= limit_ms * (1 + 1e-9)
-                if not better.any():
-                    break
+                tried[choice, row] = True
+                tried[:, better] = False
                 held = np.where(better[:, None], trial, held)
                 ends = np.where(better, exact, ends)
                 sizes = np.where(better, smaller[choice, row], sizes)
@@ -241,14 +244,19 @@ class ReplicaOptions:
         )
 
     def _counts(self, limit_ms: float) -> dict[int, int]:
-        """Microbatches that the options run within a makespan; 0 for those that run none."""
+        """Microbatches that the options run within a makespan; 0 for those that run none.
+
+        Starts with one more than the time of the slowest stage predicts: the next microbatch may
+        take less, as that stage need not determine the makespan yet.
+        """
         used = sorted({index for replica in self._replicas for index, _ in replica})
         more = np.floor((limit_ms - self._ends[used]) / self._slowest[used] + 1e-9)
         first = np.array([self._options[index].quota for index in used])
-        counts = np.maximum(np.where(np.isfinite(more), first + more, 0.0), 0.0).astype(np.int64)
+        tried = np.where(np.isfinite(more), first + more + 1.0, 0.0)
+        counts = np.maximum(tried, 0.0).astype(np.int64)
         for indices in by_length([self._options[index].chain for index in used]):
             layers = np.array([self._options[used[i]].layers for i in indices], np.int64)
-            for last in (False, False, True):
+            for last in (False, False, False, True):
                 own = counts[indices]
                 some = [self._options[used[i]] for i in indices]
                 batch = self._batch(some, np.maximum(own, 1).tolist())

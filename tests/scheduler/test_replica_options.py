@@ -1,0 +1,74 @@
+"""Options of replicas: how many microbatches they run, and what is saved last."""
+
+import math
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resihp.contracts import Job, LayerCost, Layout, ModelShape, Schedule
+from scheduler.migration import StateBytes
+from scheduler.search import search
+from scheduler.search.layer_partition import single_moves
+from scheduler.search.received_state import NearbyShares
+from scheduler.search.replica_options import ReplicaOptions
+
+SHAPE = ModelShape(layers=40, hidden=512, heads=8, kv_heads=8, ffn=1024, vocab=1000)
+
+
+def options_of(seed, per_replica):
+    """Options of the replicas of a job with two slow ranks, and the step that the search found."""
+    job = Job(
+        name="test",
+        layout=Layout.grid(dp=2, pp=6, tp=2, layers=SHAPE.layers, units=8),
+        microbatches=2 * per_replica,
+        model=SHAPE,
+        cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
+        schedules=(Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B),
+    )
+    rng = random.Random(seed)
+    speeds = {rank: 1.0 / rng.uniform(1.2, 4.0) for rank in rng.sample(range(24), 2)}
+    found = search(job, job.layout, speeds, lambda: False)
+    nearby, sizes = NearbyShares(job, job.layout, speeds), StateBytes.of(job)
+    options = ReplicaOptions(found, job.layout, sizes, nearby, (1.0, 1.25), math.inf)
+    return options, found.makespan_ms
+
+
+def makespan(options, option, count, layers=None):
+    batch = options._batch([option], [count])
+    return float(batch.makespans(np.array([layers or option.layers], np.int64))[0])
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), per_replica=st.integers(4, 24), more=st.floats(0.0, 0.01))
+def test_options_run_as_many_microbatches_as_end_within_the_limit(seed, per_replica, more):
+    """Of those near the number that they were made for, of which makespans are predicted."""
+    options, makespan_ms = options_of(seed, per_replica)
+    limit_ms = makespan_ms * (1 + more)
+    for index, count in options._counts(limit_ms).items():
+        option = options._options[index]
+        if not count or abs(count - option.quota) > 1:
+            continue
+        assert makespan(options, option, count) <= limit_ms * (1 + 1e-9)
+        assert makespan(options, option, count + 1) > limit_ms * (1 - 1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), per_replica=st.integers(4, 24))
+def test_no_move_of_a_layer_is_left_that_saves_bytes_within_the_limit(seed, per_replica):
+    options, makespan_ms = options_of(seed, per_replica)
+    limit_ms = 1.01 * makespan_ms
+    arranged = options.within(limit_ms)
+    assert arranged is not None
+    assert arranged.makespan_ms <= limit_ms * (1 + 1e-9)
+    for chain, quota, layers in zip(arranged.chains, arranged.quotas, arranged.layers, strict=True):
+        option = options._options[0]._replace(chain=chain, layers=layers, quota=quota)
+        assert makespan(options, option, quota) <= arranged.makespan_ms * (1 + 1e-9)
+        chains = np.array([chain], np.int64)
+        now = options.state.total(chains, np.array([layers], np.int64))[0]
+        for step in single_moves(len(chain)):
+            moved = np.array(layers) + step
+            if moved.min() >= 1 and options.state.total(chains, moved[None])[0] < now * (1 - 1e-9):
+                later_ms = makespan(options, option, quota, tuple(moved.tolist()))
+                assert later_ms > limit_ms * (1 - 1e-9)
