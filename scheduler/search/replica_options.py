@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -295,36 +294,27 @@ def _rising(entries: Sequence[_Entry]) -> list[_Entry]:
 
 
 def _cheapest(runs: Sequence[Sequence[_Entry]], needed: int) -> list[int] | None:
-    """Index of an entry of every run, for enough microbatches and few bytes; None if impossible.
+    """Index of an entry of every run, for enough microbatches and the fewest bytes; None if
+    there is none.
 
-    Starts with the fewest bytes, takes the upgrades with the fewest bytes for a microbatch, and
-    takes back what is not needed.
+    Dynamic program over the runs: the fewest bytes for at least each number of microbatches.
     """
     if not all(runs):
         return None
-    picked = [0] * len(runs)
-    missing = needed - sum(run[0][0] for run in runs)
-    upgrades = [u for row, run in enumerate(runs) if (u := _upgrade(row, run, 0))]
-    heapify(upgrades)
-    while missing > 0:
-        if not upgrades:
-            return None
-        _, row, at = heappop(upgrades)
-        missing -= runs[row][at][0] - runs[row][picked[row]][0]
-        picked[row] = at
-        following = _upgrade(row, runs[row], at)
-        if following:
-            heappush(upgrades, following)
-    for row in sorted(range(len(runs)), key=lambda row: (-runs[row][picked[row]][1], row)):
-        held = runs[row][picked[row]][0]
-        at = next(k for k, entry in enumerate(runs[row]) if held - entry[0] <= -missing)
-        missing += held - runs[row][at][0]
-        picked[row] = at
-    return picked
-
-
-def _upgrade(row: int, run: Sequence[_Entry], at: int) -> tuple[float, int, int] | None:
-    """Bytes for each further microbatch of the best later entry, its row and its index."""
-    count, size = run[at][:2]
-    rates = [((e[1] - size) / (e[0] - count), row, at + 1 + k) for k, e in enumerate(run[at + 1 :])]
-    return min(rates, default=None)
+    least = np.where(np.arange(needed + 1) > 0, np.inf, 0.0)
+    choices = []
+    for run in runs:
+        options = np.full((len(run), needed + 1), np.inf)
+        for row, (count, size, *_) in enumerate(run):
+            options[row, :count] = least[0] + size
+            options[row, count:] = least[: max(needed + 1 - count, 0)] + size
+        choices.append(options.argmin(axis=0))
+        least = options.min(axis=0)
+    if not np.isfinite(least[needed]):
+        return None
+    picked, missing = [], needed
+    for run, choice in zip(reversed(runs), reversed(choices), strict=True):
+        at = int(choice[missing])
+        picked.append(at)
+        missing = max(missing - run[at][0], 0)
+    return picked[::-1]

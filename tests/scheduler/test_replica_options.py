@@ -1,7 +1,8 @@
-"""Options of replicas: how many microbatches they run, and what is saved last."""
+"""Options of replicas: how many microbatches they run, which are taken, and what is saved last."""
 
 import math
 import random
+from itertools import product
 
 import numpy as np
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from scheduler.migration import StateBytes
 from scheduler.search import search
 from scheduler.search.layer_partition import single_moves
 from scheduler.search.received_state import NearbyShares
-from scheduler.search.replica_options import ReplicaOptions
+from scheduler.search.replica_options import ReplicaOptions, _cheapest
 
 SHAPE = ModelShape(layers=40, hidden=512, heads=8, kv_heads=8, ffn=1024, vocab=1000)
 
@@ -38,6 +39,35 @@ def options_of(seed, per_replica):
 def makespan(options, option, count, layers=None):
     batch = options._batch([option], [count])
     return float(batch.makespans(np.array([layers or option.layers], np.int64))[0])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    runs=st.lists(
+        st.lists(st.tuples(st.integers(1, 6), st.integers(0, 50)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
+    ),
+    needed=st.integers(1, 20),
+)
+def test_no_other_choice_runs_enough_with_fewer_bytes(runs, needed):
+    entries = [[(count, float(size), 0, ()) for count, size in run] for run in runs]
+    picked = _cheapest(entries, needed)
+    enough = [
+        sum(size for _, size in chosen)
+        for chosen in product(*runs)
+        if sum(count for count, _ in chosen) >= needed
+    ]
+    if picked is None:
+        assert not enough
+        return
+    chosen = [run[at] for run, at in zip(runs, picked, strict=True)]
+    assert sum(count for count, _ in chosen) >= needed
+    assert sum(size for _, size in chosen) == min(enough)
+
+
+def test_a_replica_without_options_leaves_no_choice():
+    assert _cheapest([[(4, 0.0, 0, ())], []], 3) is None
 
 
 @settings(deadline=None, max_examples=30)
