@@ -214,24 +214,22 @@ class ReplicaOptions:
             batch = self._batch(some, [quotas[index] for index in indices])
             held = np.array([option.layers for option in some], np.int64)
             ends, sizes = self._makespans(batch, held), self.state.total(batch.chains, held)
-            row = np.arange(len(held))
-            tried = np.zeros((len(single_moves(batch.stages)), len(held)), bool)
-            for _ in range(_MOVES if batch.stages > 1 else 0):
-                moved = held + single_moves(batch.stages)[:, None, :]
-                bounds, smaller = self._weighed(batch, np.maximum(moved, 1))
-                hopeful = (moved >= 1).all(axis=2) & (bounds <= limit_ms) & ~tried
-                hopeful &= smaller < sizes - _LEAST_RATE * sizes
-                if not hopeful.any():
+            steps, changed = single_moves(batch.stages), np.arange(len(held))
+            smaller, hopeful = (np.zeros((len(steps), len(held)), t) for t in (float, bool))
+            for _ in range(_MOVES):
+                found = self._savings(batch.pick(changed), held[changed], sizes[changed], limit_ms)
+                smaller[:, changed], hopeful[:, changed] = found
+                left = np.flatnonzero(hopeful.any(axis=0))
+                if not left.size:
                     break
-                choice = np.where(hopeful, smaller, np.inf).argmin(axis=0)
-                trial = np.maximum(moved[choice, row], 1)
-                exact = self._makespans(batch, trial, hopeful[choice, row])
+                choice = np.where(hopeful, smaller, np.inf)[:, left].argmin(axis=0)
+                hopeful[choice, left] = False
+                trial = held[left] + steps[choice]
+                exact = self._makespans(batch.pick(left), trial)
                 better = exact <= limit_ms * (1 + 1e-9)
-                tried[choice, row] = True
-                tried[:, better] = False
-                held = np.where(better[:, None], trial, held)
-                ends = np.where(better, exact, ends)
-                sizes = np.where(better, smaller[choice, row], sizes)
+                changed = left[better]
+                held[changed], ends[changed] = trial[better], exact[better]
+                sizes[changed] = smaller[choice[better], changed]
             makespan_ms = max(makespan_ms, float(ends.max()))
             layers |= zip(indices, map(tuple, held.tolist()), strict=True)
         return Arrangement(
@@ -241,6 +239,16 @@ class ReplicaOptions:
             tuple(layers[index] for index in range(len(options))),
             makespan_ms,
         )
+
+    def _savings(
+        self, batch: ChainBatch, layers: Ints, sizes: Floats, limit_ms: float
+    ) -> tuple[Floats, Mask]:
+        """Bytes after each move of a single layer, and those that may be fewer than `sizes` within
+        the makespan, both [move, chain]."""
+        moved = layers + single_moves(batch.stages)[:, None, :]
+        bounds, smaller = self._weighed(batch, np.maximum(moved, 1))
+        hopeful = (moved >= 1).all(axis=2) & (bounds <= limit_ms)
+        return smaller, np.asarray(hopeful & (smaller < sizes - _LEAST_RATE * sizes))
 
     def _counts(self, limit_ms: float) -> dict[int, int]:
         """Microbatches that the options run within a makespan; 0 for those that run none.

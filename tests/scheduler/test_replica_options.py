@@ -70,7 +70,7 @@ def test_a_replica_without_options_leaves_no_choice():
     assert _cheapest([[(4, 0.0, 0, ())], []], 3) is None
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 10**6), per_replica=st.integers(4, 24), more=st.floats(0.0, 0.01))
 def test_options_run_as_many_microbatches_as_end_within_the_limit(seed, per_replica, more):
     """Of those near the number that they were made for, of which makespans are predicted."""
@@ -84,7 +84,7 @@ def test_options_run_as_many_microbatches_as_end_within_the_limit(seed, per_repl
         assert makespan(options, option, count + 1) > limit_ms * (1 - 1e-9)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 10**6), per_replica=st.integers(4, 24))
 def test_no_move_of_a_layer_is_left_that_saves_bytes_within_the_limit(seed, per_replica):
     options, makespan_ms = options_of(seed, per_replica)
