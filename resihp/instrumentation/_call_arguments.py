@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -28,6 +27,7 @@ _NAMES = {
     "position_ids": Form.POSITION_IDS,
     "positions": Form.POSITION_IDS,
 }
+_MAY_BE_LISTS = (Form.SEQ_LENS, Form.CU_SEQLENS)
 _INPUTS = (
     "input_ids", "inputs_embeds", "tokens", "inputs", "x", "src", "idx", "pixel_values",
     "input_values", "input_features",
@@ -74,21 +74,20 @@ def work_of_call(
         return _work_of_shape(args[0])  # the common case, and the cheap one
     given = (*args, *kwargs.values())
     if names and args:
-        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        kwargs = {**dict(zip(names, args)), **kwargs}  # noqa: B905 naming `strict` costs as much
     for value in given:
-        if not isinstance(value, torch.Tensor):
-            contents = _contents(value)
-            if isinstance(contents, Mapping):
-                kwargs = {**contents, **kwargs}
-            else:
-                args = (*args, *contents)
-    if not _NAMES.keys().isdisjoint(kwargs):
-        for name, form in _NAMES.items():
-            value = kwargs.get(name)
-            if value is not None and _is_usable(form, value):
-                work = snapshot_of(form, value)
-                times = _rows_sharing(form, value, _input(args, kwargs))
-                return replace(work, times=times) if isinstance(work, Snapshot) else work
+        if isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, list | tuple) and not hasattr(value, "_asdict"):
+            args = (*args, *value[:_MOST_ITEMS])
+        elif contents := _by_name(value):
+            kwargs = {**contents, **kwargs}
+    for name, form in _NAMES.items():
+        if name in kwargs and _is_usable(form, value := kwargs[name]):
+            work = snapshot_of(form, value)
+            if isinstance(work, Snapshot) and _has_one_row(form, value):
+                return replace(work, times=_rows_sharing(value, _input(args, kwargs)))
+            return work
     tensor = _input(args, kwargs)
     if tensor is None:
         return None
@@ -96,51 +95,51 @@ def work_of_call(
     return _rows(*tensor.shape) if is_sound and tensor.ndim == 2 else _work_of_shape(tensor)
 
 
-def _contents(value: Any) -> Mapping[str, Any] | Sequence[Any]:
-    """Return what a batch holds, by name where it has names; nothing of what is no batch."""
+def _by_name(value: Any) -> Mapping[str, Any]:
+    """Return what a batch holds under names; nothing of what is no batch."""
     if isinstance(value, Mapping):
         return value
-    if isinstance(value, list | tuple):
-        named = getattr(value, "_asdict", None)
-        return value[:_MOST_ITEMS] if named is None else named()
+    if isinstance(value, tuple):
+        return value._asdict()  # type: ignore[attr-defined, no-any-return]
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    return ()
+    return {}
 
 
 def _input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    named = (kwargs[name] for name in _INPUTS if name in kwargs)
-    values = chain(named, args, _others(kwargs))
-    return next((value for value in values if _is_input(value)), None)
-
-
-def _others(kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for name in _INPUTS:
+        if name in kwargs and _is_input(value := kwargs[name]):
+            return value
+    for value in args:
+        if _is_input(value):
+            return value
     for name, value in kwargs.items():
-        if not any(word in str(name) for word in _NOT_INPUTS):
-            yield value
+        if _is_input(value) and not any(word in str(name) for word in _NOT_INPUTS):
+            return value
+    return None
 
 
-def _rows_sharing(form: Form, value: Any, tensor: torch.Tensor | None) -> int:
-    """Return the number of rows of the input that share a mask or positions of one row."""
+def _has_one_row(form: Form, value: torch.Tensor) -> bool:
     if form is Form.ATTENTION_MASK:
-        rows = value.shape[0]
-    elif form is Form.POSITION_IDS:
-        rows = value.shape[-2] if value.ndim > 1 else 1
-    else:
-        return 1
-    if rows != 1 or tensor is None or tensor.is_nested:
+        return value.shape[0] == 1
+    return form is Form.POSITION_IDS and (value.ndim < 2 or value.shape[-2] == 1)
+
+
+def _rows_sharing(value: torch.Tensor, tensor: torch.Tensor | None) -> int:
+    """Return the number of rows of the input that share a mask or positions of one row."""
+    if tensor is None or tensor.is_nested:
         return 1
     has_rows = tensor.ndim >= (3 if tensor.is_floating_point() else 2)
     return tensor.shape[0] if has_rows and tensor.shape[1] == value.shape[-1] else 1
 
 
-def _is_input(value: Any) -> bool:
+def _is_input(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _is_usable(form: Form, value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
-        return form in (Form.SEQ_LENS, Form.CU_SEQLENS)
+        return value is not None and form in _MAY_BE_LISTS
     if value.is_nested:
         return False
     if form is Form.ATTENTION_MASK:
