@@ -146,8 +146,8 @@ class Span(TimedBlock):
     """
 
     __slots__ = (
-        "_outer", "_recording", "_start", "_stop", "chunk", "microbatch", "op", "peer",
-        "plan_version", "step", "waiting", "work",
+        "_outer", "_recording", "_start", "_stop", "_wait_start", "chunk", "microbatch", "op",
+        "peer", "plan_version", "step", "waiting", "work",
     )  # fmt: skip
     _outer: Span | None
     step: int
@@ -198,15 +198,17 @@ class Span(TimedBlock):
             self.leave()
 
     def measure_waiting(self) -> None:
-        """Count no `Waiting` block as no waiting, instead of as waiting that is not measured."""
+        """Count no `Waiting` block as no waiting, instead of as waiting that is not measured; to be
+        called as the block is entered."""
         raise NotImplementedError
 
-    def stamp(self) -> Any:
-        """Return the present time of the clock that times this span."""
+    def begin_wait(self) -> None:
+        """Count the time from now until `end_wait` as waiting; to be called while `waiting` is not
+        set, which this does."""
         raise NotImplementedError
 
-    def add_wait(self, start: Any, stop: Any) -> None:
-        """Count the time between two stamps as waiting."""
+    def end_wait(self) -> None:
+        """End what `begin_wait` began."""
         raise NotImplementedError
 
     def ready(self) -> bool:
@@ -266,18 +268,22 @@ class HostSpan(Span):
 
     def own_ns(self) -> int:
         """Time since the block was entered, without waiting."""
-        elapsed_ns: int = self.stamp() - self._start
+        elapsed_ns: int = self._recording.now_ns() - self._start
         return elapsed_ns - max(0, self._wait_ns)
 
     def measure_waiting(self) -> None:
-        self._wait_ns = max(0, self._wait_ns)
+        self._wait_ns = 0
 
-    def stamp(self) -> int:
+    def begin_wait(self) -> None:
+        self.waiting = True
         now_ns = self._recording.now_ns
-        return now_ns()
+        self._wait_start = now_ns()
 
-    def add_wait(self, start: int, stop: int) -> None:
-        self._wait_ns = max(0, self._wait_ns) + stop - start
+    def end_wait(self) -> None:
+        now_ns = self._recording.now_ns
+        waited_ns = now_ns() - self._wait_start
+        self._wait_ns = waited_ns if self._wait_ns < 0 else self._wait_ns + waited_ns
+        self.waiting = False
 
     def ready(self) -> bool:
         return True
@@ -299,12 +305,12 @@ class ThreadSpan(HostSpan):
 
     def __enter__(self) -> ThreadSpan:
         self._wait_ns = -1
-        self._start = self.stamp()
+        self._start = self._recording.now_ns()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
-            self._stop = self.stamp()
+            self._stop = self._recording.now_ns()
             self.step, self.plan_version = self._recording.step, self._recording.plan_version
             self._recording.put(self)
 
@@ -325,7 +331,7 @@ class DeviceSpan(Span):
         self._waits: list[tuple[Any, Any]] = []
         self._is_measured = False
         self._settled = None
-        self._start = self.stamp()
+        self._start = self._stamp()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -333,7 +339,7 @@ class DeviceSpan(Span):
         self.leave()
         if kind is not None:
             return
-        self._stop = self.stamp()
+        self._stop = self._stamp()
         if self._start is not None and self._stop is not None:
             self.step = recording.step
             self.plan_version = recording.plan_version
@@ -344,16 +350,15 @@ class DeviceSpan(Span):
     def measure_waiting(self) -> None:
         self._is_measured = True
 
-    def stamp(self) -> Any:
-        try:
-            return self._clock.stamp()
-        except Exception as error:  # noqa: BLE001 the boundary: a broken device fails training by itself
-            self._recording.failures.add("a CUDA event", error)
-            return None
+    def begin_wait(self) -> None:
+        self.waiting = True
+        self._wait_start = self._stamp()
 
-    def add_wait(self, start: Any, stop: Any) -> None:
+    def end_wait(self) -> None:
+        start, stop = self._wait_start, self._stamp()
         if start is not None and stop is not None:
             self._waits.append((start, stop))
+        self.waiting = False
 
     def ready(self) -> bool:
         return self._settled is not None or bool(self._stop.query())
@@ -361,7 +366,7 @@ class DeviceSpan(Span):
     def settle(self) -> None:
         if self._settled is None and self.op != _P2P:  # the start of a transfer is told as well
             self._settled = self.times()
-            self._start = self._stop = None
+            self._start = self._stop = self._wait_start = None
             self._waits = []
 
     def start_ms(self) -> float:
@@ -378,6 +383,13 @@ class DeviceSpan(Span):
         if not waits and not self._is_measured:
             return elapsed_ms, nan
         return max(0.0, elapsed_ms - sum(waits)), sum(waits)
+
+    def _stamp(self) -> Any:
+        try:
+            return self._clock.stamp()
+        except Exception as error:  # noqa: BLE001 the boundary: a broken device fails training by itself
+            self._recording.failures.add("a CUDA event", error)
+            return None
 
 
 class JoinedSpan(Span):
@@ -408,7 +420,7 @@ class JoinedSpan(Span):
 class Waiting(TimedBlock):
     """A block in which the innermost open span waits for other ranks."""
 
-    __slots__ = ("_recording", "_span", "_start")
+    __slots__ = ("_recording", "_span")
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -418,15 +430,13 @@ class Waiting(TimedBlock):
         if span is None or span.waiting:  # the outer wait counts nested ones
             self._span = None
             return
-        span.waiting = True
         self._span = span
-        self._start = span.stamp()
+        span.begin_wait()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         span = self._span
         if span is not None:
-            span.add_wait(self._start, span.stamp())
-            span.waiting = False
+            span.end_wait()
 
 
 class Exchange(TimedBlock):

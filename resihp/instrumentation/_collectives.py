@@ -59,11 +59,11 @@ def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(*args: Any, **kwargs: Any) -> Any:
         if compiling():
             return original(*args, **kwargs)
-        waiting = [(timer, begun) for timer in _timers if (begun := timer.begin_wait()) is not None]
+        waiting = [span for timer in _timers if (span := timer.begin_wait()) is not None]
         try:
             return original(*args, **kwargs)
         finally:
-            for timer, begun in waiting:
-                timer.end_wait(begun)
+            for span in waiting:
+                span.end_wait()
 
     return wait

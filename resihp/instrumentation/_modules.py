@@ -120,8 +120,12 @@ class ModulePasses:
 
     def _waited(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:
-            with self._timer.waiting():
+            span = self._timer.begin_wait()
+            try:
                 return original(*args, **kwargs)
+            finally:
+                if span is not None:
+                    span.end_wait()
 
         return wait
 
@@ -228,7 +232,7 @@ class FinalWait:
         self._queue = queue_callback()
         self.is_possible = self._queue is not None
         self.expected = -2
-        self._begun: Any = None
+        self._waiting: Span | None = None
         self._expected_other = -2
         self.on_other = timer.safely(self._expect_other)
         self.on_end_of_other = timer.safely(self._other_waits)
@@ -242,7 +246,7 @@ class FinalWait:
         assert queue is not None
         if self.expected == under_way:
             return
-        self.expected, self._begun = under_way, None
+        self.expected, self._waiting = under_way, None
         queue(_Ending(self, self._timer.under_way))
 
     def _expect_other(self, _: Any) -> None:
@@ -254,18 +258,19 @@ class FinalWait:
 
     def _other_waits(self, under_way: int) -> None:
         if self.expected == under_way:
-            self._begun = self._timer.begin_final_wait()
+            self._waiting = self._timer.begin_final_wait()
 
     def _gradients_ready(self, ending: _Ending) -> None:
         queue = self._queue
         assert queue is not None
-        if self._begun is None:
-            self._begun = self._timer.begin_final_wait()
+        if self._waiting is None:
+            self._waiting = self._timer.begin_final_wait()
         queue(ending.end)
 
     def _all_done(self) -> None:
-        begun, self._begun = self._begun, None
-        self._timer.end_wait(begun)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.end_wait()
         self.expected = -2
         if self._then is not None:
             self._then()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import nan
 from threading import get_ident
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
@@ -215,18 +214,10 @@ class PassTimer:
 
         return wrapper
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time of the block as waiting of the pass under way."""
-        stamp = self.begin_wait()
-        try:
-            yield
-        finally:
-            self.end_wait(stamp)
-
-    def begin_wait(self) -> tuple[Span, Any] | None:
-        """Begin to wait for other ranks; None outside of passes, in other threads and streams of
-        the device, and within waiting that is counted already."""
+    def begin_wait(self) -> Span | None:
+        """Begin to wait for other ranks; return the span whose `end_wait` ends it: None outside of
+        passes, in other threads and streams of the device, and within waiting that is counted
+        already."""
         if get_ident() != self.recording.pass_thread:
             return None
         device = self.recording.device
@@ -234,21 +225,14 @@ class PassTimer:
             return None
         return self.begin_final_wait()
 
-    def begin_final_wait(self) -> tuple[Span, Any] | None:
+    def begin_final_wait(self) -> Span | None:
         """Begin the waiting at the end of a backward pass, which autograd may leave to any of its
-        threads."""
+        threads, as `begin_wait` does."""
         span = self.recording.open
         if span is None or span.waiting or not self.measures_waiting:
             return None
-        span.waiting = True
-        return span, span.stamp()
-
-    def end_wait(self, begun: tuple[Span, Any] | None) -> None:
-        """End the waiting that `begin_wait` began."""
-        if begun is not None:
-            span, stamp = begun
-            span.add_wait(stamp, span.stamp())
-            span.waiting = False
+        span.begin_wait()
+        return span
 
     def begin_data(self) -> HostSpan | None:
         """Begin to wait for input; None in other threads than the loop's, inside other blocks and
