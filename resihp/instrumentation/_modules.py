@@ -80,8 +80,8 @@ class ModulePasses:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             run = module()._call_impl if compiled is None else compiled
-            if compiling() or ((span := timer.under_way) is not None and span.op == FORWARD):
-                return run(*args, **kwargs)  # in the latter case the module calls itself
+            if compiling() or timer.op == FORWARD:  # the module calls itself
+                return run(*args, **kwargs)
             index = -1
             try:
                 try:

@@ -41,7 +41,7 @@ class PassTimer:
                       passes is unknown instead of 0
     on_step_end       called at the end of each step with the number of its forward passes
     is_stopped        whether no pass begins any more
-    under_way         the pass under way, or one that raised since
+    under_way         the pass under way, or one that raised since, and `op` its kind; -1 if none
     """
 
     def __init__(
@@ -56,14 +56,10 @@ class PassTimer:
         self._stream = -1
         self._data_ns, self._is_data_marked = 0, False
         self.under_way: Span | None = None
+        self.op = -1
         self._step: StepSpan | None = None
         self._ends_with_backward = False
         self._halves: dict[tuple[int, int], Span] = {}
-
-    @property
-    def op(self) -> int:
-        """Kind of the pass under way; -1 if none."""
-        return -1 if self.under_way is None else self.under_way.op
 
     def begin(self, op: int, *, chunk: int = 0, index: int = -1, work: Work | None = None) -> int:
         """Begin a pass; return its microbatch. `index` -1: the number of earlier forward passes of
@@ -77,7 +73,7 @@ class PassTimer:
         if outer is None:
             self._step = StepSpan(recording, self._between_steps)
             self._step.__enter__()
-        elif not _is_step(outer):
+        elif outer.microbatch >= 0 or outer.op != FORWARD:  # as `_is_step`, without a call
             return -1
         if recording.step != self._counted_step:
             self._report_passes()
@@ -107,7 +103,7 @@ class PassTimer:
         span = self.under_way
         if span is None:
             return
-        self.under_way = None
+        self.under_way, self.op = None, -1
         span.__exit__(None, None, None)
         if self._ends_with_backward and span.op == BACKWARD:
             self._end_step()
@@ -138,7 +134,7 @@ class PassTimer:
         if span is not None:
             self._passes -= span.op == FORWARD
             span.leave_if_open()  # not so after the end of the user's step block
-            self.under_way = None
+            self.under_way, self.op = None, -1
 
     def begin_update(self) -> None:
         """Begin the optimizer's update; that of a parameter inside its backward pass is part of
@@ -280,7 +276,7 @@ class PassTimer:
         span.__enter__()
         if self.measures_waiting:
             span.measure_waiting()
-        self.under_way = span
+        self.under_way, self.op = span, span.op
 
     def _report_passes(self) -> None:
         self._most_passes = max(self._most_passes, self._passes)
