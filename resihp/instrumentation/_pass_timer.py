@@ -51,7 +51,7 @@ class PassTimer:
         self.measures_waiting = measures_waiting
         self.on_step_end: Callable[[int], None] | None = None
         self._passes = self._most_passes = self._counted_step = 0
-        self._has_begun = self.is_stopped = False
+        self.is_stopped = False
         self._between_steps = between_steps
         self._stream = -1
         self._data_ns, self._is_data_marked = 0, False
@@ -77,7 +77,7 @@ class PassTimer:
             return -1
         if recording.step != self._counted_step:
             self._report_passes()
-        if index < 0:
+        if index < 0 and op != OPTIMIZER:
             index = self._passes
         if op == FORWARD:
             self._passes += 1
@@ -85,8 +85,14 @@ class PassTimer:
                 self._warn_of_no_update()
             if self._data_ns:
                 self._record_data()
+        recording.pass_thread = get_ident()  # autograd may use a thread of its own
+        device = recording.device
+        self._stream = -1 if device is None else device.stream()
         span = recording.kind(recording, op, index, chunk, -1, work)
-        self._enter(span)
+        span.__enter__()
+        if self.measures_waiting:
+            span.measure_waiting()
+        self.under_way, self.op = span, op
         return index
 
     def identify(self, *, chunk: int, index: int, work: Work | None = None) -> None:
@@ -142,15 +148,14 @@ class PassTimer:
         if self.op == BACKWARD and backward_under_way() >= 0:
             self._ends_with_backward = True
             return
-        recording = self.recording
         self.drop()
-        if recording.open is not None and _is_step(recording.open):
-            self._enter(recording.kind(recording, OPTIMIZER, -1, 0, -1, None))
+        if self.recording.open is not None:
+            self.begin(OPTIMIZER)
 
     def end_update(self) -> None:
         """End the optimizer's update, and the step with it, also where the update ran the passes:
         `optimizer.step(closure)`."""
-        if not self._has_begun:
+        if not self.recording.pass_thread:
             self.recording.failures.warn_once(
                 "passes",
                 "the optimizer of an instrumented model was stepped before any forward pass was "
@@ -266,17 +271,6 @@ class PassTimer:
         put((
             recording.plan_version, recording.step, -1, 0, _DATA, ms, nan, -1, -1, -1, -1, -1, nan,
         ))  # fmt: skip
-
-    def _enter(self, span: Any) -> None:
-        self._has_begun = True
-        recording = self.recording
-        recording.pass_thread = get_ident()  # autograd may use a thread of its own
-        device = recording.device
-        self._stream = -1 if device is None else device.stream()
-        span.__enter__()
-        if self.measures_waiting:
-            span.measure_waiting()
-        self.under_way, self.op = span, span.op
 
     def _report_passes(self) -> None:
         self._most_passes = max(self._most_passes, self._passes)
