@@ -59,7 +59,11 @@ def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
     def wait(*args: Any, **kwargs: Any) -> Any:
         if compiling():
             return original(*args, **kwargs)
-        waiting = [span for timer in _timers if (span := timer.begin_wait()) is not None]
+        waiting = []
+        for timer in _timers:
+            span = timer.begin_wait()
+            if span is not None:
+                waiting.append(span)
         try:
             return original(*args, **kwargs)
         finally:
