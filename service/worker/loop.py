@@ -40,6 +40,7 @@ _IDLE_S = 0.1  # without jobs
 # Saving takes at most this share of a worker's time: costly states are saved less often. The same
 # holds for diagnoses, which look at all records of the last steps.
 _SAVE_SHARE = 0.06
+_MOST_UNSAVED = 0.25  # of a job's largest backlog, which nothing may fill that is applied
 _DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 5.0, 0.03
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
 _HUNG_LEASES = 12  # times of a lease without progress
@@ -168,7 +169,7 @@ class Worker:
 
     def _commit_due(self) -> None:
         """Diagnose jobs and save their states, those first for which it was done longest ago, as
-        long as that keeps within its share of the time."""
+        long as that keeps within its share of the time, or new messages would be refused."""
         every_s = self._settings.commit_every_s
         for job in self._longest_ago(lambda owned: owned.diagnosed_s):
             if not self._diagnosing.has_time(time.monotonic()):
@@ -178,12 +179,18 @@ class Worker:
                 self._commit(job, diagnose=True)
                 self._saving.spend(owned.save_cost_s, time.monotonic())
         for job in self._longest_ago(lambda owned: owned.committed_s):
-            if not self._saving.has_time(time.monotonic()):
-                break
-            owned = self._owned[job]
-            if owned.commit_is_due(every_s):
+            owned, has_time = self._owned[job], self._saving.has_time(time.monotonic())
+            if self._is_full(owned) or (has_time and owned.commit_is_due(every_s)):
                 self._commit(job)
                 self._saving.spend(owned.save_cost_s, time.monotonic())
+
+    def _is_full(self, owned: OwnedJob) -> bool:
+        """Return whether messages that are applied take much of the job's room for others."""
+        changes, settings = owned.session.changes, self._settings
+        return (
+            len(changes.applied) > _MOST_UNSAVED * settings.max_backlog
+            or changes.applied_bytes > _MOST_UNSAVED * settings.max_backlog_bytes
+        )
 
     def _longest_ago(self, when: Callable[[OwnedJob], float]) -> list[str]:
         return sorted(self._owned, key=lambda job: when(self._owned[job]))

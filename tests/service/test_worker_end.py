@@ -68,6 +68,23 @@ def test_messages_that_are_too_costly_to_save_stay_for_the_next_worker(
         assert stored_steps(tmp_path) == list(range(STEPS - 1))
 
 
+@pytest.mark.parametrize(
+    "limit", [{"max_backlog": 4 * STEPS - 1}, {"max_backlog_bytes": 8_000 * STEPS}]
+)
+def test_what_is_applied_and_not_saved_fills_no_backlog(
+    tmp_path: Path, limit: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(
+        data=tmp_path, redis_url=None, worker=False, commit_every_s=3_600.0, **limit
+    )
+    monkeypatch.setattr(OwnedJob, "diagnosis_is_due", lambda *_, **__: False)  # it saves as well
+    with running(settings) as http, working(settings):
+        http.register(job_of())
+        for step in range(STEPS):
+            assert http.send("j", batch_of(step)).status == 202
+        eventually(lambda: http.get("/v1/jobs/j")["backlog"] < STEPS)
+
+
 def test_steps_of_a_job_that_went_back_are_shown_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
