@@ -49,8 +49,8 @@ _LONGEST_ROUND_S = 1.0  # that counts as delay
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
 _COLLECT_AFTER = 20_000
-"""New objects from which garbage is collected. Messages are thousands of objects without circles,
-and the sessions of many jobs are looked through each time that a generation is."""
+"""New objects after which garbage is looked for: a message makes thousands that no cycle holds, and
+a full collection goes through the sessions of all jobs."""
 _NICE = 5
 """Priority of a process of a worker: where processors are short an API process comes first. It can
 ask senders for fewer messages, and a worker that is behind cannot."""
