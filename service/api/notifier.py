@@ -15,7 +15,7 @@ from ..errors import TooManyWatchersError
 from ..store.schema import NEWS, PLANS
 
 _T = TypeVar("_T")
-_WOKEN_TOGETHER = 8  # watchers: what they do takes a few milliseconds
+_WOKEN_TOGETHER = 4  # watchers: what they do takes a few milliseconds
 _SHORT_TURN_S, _LONGEST_TURN_S = 0.002, 0.02
 _KEPT_READS = 8
 
