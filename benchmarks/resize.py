@@ -50,8 +50,10 @@ COLUMNS = (
     "first new step ms",
     "new step ms",
 )
-COPYING = ("model", "change", "changes", "usual ms", "copying", "quartiles", "another", "quartiles")
-_KEYS = (*COPYING[:5], "copying quartiles", "another", "another quartiles")
+COPYING = (
+    *("model", "change", "changes", "usual ms"),
+    *("copying", "its quartiles", "another", "quartiles of that"),
+)
 USUAL_SIZES = ("30M", "100M")
 Seen = dict[str, float]
 Round = dict[str, dict[str, Seen]]
@@ -80,6 +82,8 @@ def main() -> None:
         "--copying", type=int, metavar="N", help="the copying steps alone, in so many changes"
     )
     options = parser.parse_args()
+    if options.copying is not None and options.copying < 2:
+        parser.error("--copying: at least 2 changes, for quartiles")
     sizes = options.size or USUAL_SIZES
     changes = [c for c in CHANGES if c.name in (options.change or [c.name])]
 
@@ -88,7 +92,8 @@ def main() -> None:
         print(machine())
         print_table("Copying steps, and another step, over the usual step", COPYING, rows)
         if options.json:
-            write_json(options.json, {"rows": [dict(zip(_KEYS, row, strict=True)) for row in rows]})
+            table = [dict(zip(COPYING, row, strict=True)) for row in rows]
+            write_json(options.json, {"rows": table})
         return
 
     def one_round() -> Round:

@@ -40,7 +40,7 @@ _IDLE_S = 0.1  # without jobs
 # Saving takes at most this share of a worker's time: costly states are saved less often. The same
 # holds for diagnoses, which look at all records of the last steps.
 _SAVE_SHARE = 0.06
-_MOST_UNSAVED = 0.25  # of a job's largest backlog, which nothing may fill that is applied
+_MOST_UNSAVED = 0.25  # of the backlog that a job may have: then its state is saved at any cost
 _DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 5.0, 0.03
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
 _HUNG_LEASES = 12  # times of a lease without progress
