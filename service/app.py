@@ -87,6 +87,7 @@ def create_app(
         docs_url=None,  # the framework's own page loads assets from a CDN
         redoc_url=None,
         lifespan=lifespan,
+        routes=list(ingest.router.routes),  # not included: their matching costs less
     )
     # The packaged Swagger UI does not support 3.1.
     app.openapi_version = "3.0.3"
@@ -94,7 +95,7 @@ def create_app(
     app.state.start_error = None
     app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics, waiting=waiting)
     add_problem_handlers(app)
-    for routes in (ingest, jobs, plans, events, pages):
+    for routes in (jobs, plans, events, pages):
         app.include_router(routes.router)
     pages.mount_assets(app)
     return app

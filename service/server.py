@@ -124,8 +124,8 @@ def _serve_api(
 ) -> None:
     app = create_app(settings, name=name, address=listener.getsockname()[:2])
     config = uvicorn.Config(
-        app, http=TimedConnection, log_config=None, access_log=False, lifespan="on",
-        timeout_graceful_shutdown=_REQUESTS_S, timeout_keep_alive=_KEEP_ALIVE_S,
+        app, http=TimedConnection, log_config=None, access_log=False, proxy_headers=False,
+        lifespan="on", timeout_graceful_shutdown=_REQUESTS_S, timeout_keep_alive=_KEEP_ALIVE_S,
     )  # fmt: skip
     try:
         _ApiServer(config, app, alive).run(sockets=[listener])

@@ -21,6 +21,7 @@ from .errors import ContractError
 T = TypeVar("T")
 OMIT_EMPTY = "omit empty"
 """In a field's metadata: documents leave it out where it is empty."""
+_PLAIN = frozenset({int, float, str, bool, types.NoneType})
 
 
 def to_json(value: Any) -> Any:
@@ -28,9 +29,12 @@ def to_json(value: Any) -> Any:
 
     Of a dataclass, the fields that its constructor takes.
     """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = ((f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
-        return {f.name: to_json(v) for f, v in held if v or OMIT_EMPTY not in f.metadata}
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if (fields := _written_fields(kind)) is not None:
+        held = ((name, getattr(value, name), may_lack) for name, may_lack in fields)
+        return {name: to_json(item) for name, item, may_lack in held if item or not may_lack}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -38,6 +42,15 @@ def to_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     return value
+
+
+@cache
+def _written_fields(kind: type) -> tuple[tuple[str, bool], ...] | None:
+    """Fields that the constructor of a dataclass takes, and whether documents leave out an empty
+    one; None for other types."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return tuple((f.name, OMIT_EMPTY in f.metadata) for f in dataclasses.fields(kind) if f.init)
 
 
 def from_json(cls: type[T], value: Any, path: str = "", *, skip_unknown: bool = False) -> T:
