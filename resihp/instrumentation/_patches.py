@@ -112,20 +112,25 @@ class _Layers:
                 shown.__wrapped__ = wrapper.__wrapped__
             shown.without = partial(self._without, ref(owner))
         setattr(shown, _LAYERS, self)
-        setattr(owner, self._name, shown)
+        _kind(owner).__setattr__(owner, self._name, shown)
         self._shown = shown
 
     def _restore(self, owner: Any) -> None:
         if self._own is _ABSENT:
-            delattr(owner, self._name)
+            _kind(owner).__delattr__(owner, self._name)
         else:
-            setattr(owner, self._name, self._own)
+            _kind(owner).__setattr__(owner, self._name, self._own)
         self._shown = None  # which holds these layers
 
     def _without(self, owner: Callable[[], Any]) -> tuple[Any, ...]:
         if self._own is _ABSENT:
             return getattr, (owner(), self._name)
         return partial, (self._own,)
+
+
+def _kind(owner: Any) -> Any:
+    """The type whose methods set and delete attributes of `owner`: an object's own may refuse."""
+    return type(owner) if inspect.isclass(owner) or inspect.ismodule(owner) else object
 
 
 def remove_wrappers(copied: Any) -> None:

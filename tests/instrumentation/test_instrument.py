@@ -390,6 +390,21 @@ def test_other_models_and_optimizers_are_left_alone(observe):
     assert loop.passes() == one_step(0)
 
 
+def test_a_model_that_refuses_changes_of_its_attributes(observe, monkeypatch):
+    def refuse(model, name, *value):
+        raise AttributeError(f"{name} stays as it is")
+
+    model = Model()
+    before = dict(vars(model))
+    monkeypatch.setattr(Model, "__setattr__", refuse)
+    monkeypatch.setattr(Model, "__delattr__", refuse)
+    loop = observe(model)
+    loop.step()
+    loop.monitor.remove()
+    assert loop.passes() == one_step(0)
+    assert vars(model) == before
+
+
 def test_several_optimizers_of_one_model(observe):
     loop = observe(optimizer=False)
     halves = [
