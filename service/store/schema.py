@@ -14,7 +14,7 @@ APIS = "resihp:apis"  # hash: API process -> its last report, see REPORT_DELAY
 NEWS = "resihp:news"  # channel: names of jobs that changed
 PLANS = "resihp:plans"  # channel: names of jobs with a new plan, registered anew or deleted
 URGENT = "resihp:urgent"  # channel: message streams with a new entry that ends a worker's pause
-PREDICTORS = "resihp:predictors"  # hash: kind of job -> fitted predictor
+PREDICTOR = "resihp:predictor:"  # string: fitted predictor, by kind of job
 GROUP = "detector"  # consumer group of every message stream
 
 
@@ -254,10 +254,10 @@ else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return 1
 """
 
-# KEYS: predictors   ARGV: kind of job, predictor
+# KEYS: predictor   ARGV: its content, lifetime in seconds
 KEEP_PREDICTOR = """
-redis.call('HDEL', KEYS[1], ARGV[1])
-return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('DEL', KEYS[1])
+return redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 """
 
 # Age in ms of the oldest request that may not have been stored, by the last reports of the API

@@ -36,7 +36,7 @@ from .schema import (
     LOADS,
     NEWS,
     PLANS,
-    PREDICTORS,
+    PREDICTOR,
     READ,
     REMOVE_IDLE,
     RENEW,
@@ -54,6 +54,7 @@ _Command = tuple[_Part, ...]
 
 _MOST_PARTS = 1_000
 _KEEP_PLANS = 100
+_KEEP_PREDICTORS_S = 90 * 86_400  # since a job last took or made one
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,16 @@ class WorkerStore:
 
     def predictor(self, job: Job) -> bytes | None:
         """The predictor stored for jobs of this kind; None if there is none yet."""
-        stored: bytes | None = self._redis.hget(PREDICTORS, predictor_key(job))
+        key = PREDICTOR + predictor_key(job)
+        stored: bytes | None = self._redis.get(key)
+        self._redis.expire(key, _KEEP_PREDICTORS_S)
         return stored
 
     def keep_predictor(self, job: Job, predictor: bytes) -> None:
         """Store a predictor for the next job of this kind; none without a model description."""
         if job.model is not None:
-            self._keep_predictor(keys=[PREDICTORS], args=[predictor_key(job), predictor])
+            key = PREDICTOR + predictor_key(job)
+            self._keep_predictor(keys=[key], args=[predictor, _KEEP_PREDICTORS_S])
 
     def claim(self, lease: Lease, applied: str) -> Iterator[JobMessage]:
         """Messages after `applied` that a worker has read and no saved state contains, in order.

@@ -15,6 +15,7 @@ from resihp.testing.scenarios import steps_of
 from service import Settings
 from service.store.documents import JobMessage, MessageKind, predictor_key
 from service.store.embedded_redis import socket_path
+from service.store.schema import PREDICTOR
 from service.store.worker_store import WorkerStore
 from service.worker.adapters import load_adapters
 from service.worker.planning import Planner
@@ -65,6 +66,10 @@ def test_the_worker_stores_what_a_job_learned(tmp_path: Path):
             http.send("j", batch)
         store = WorkerStore(f"unix://{socket_path(tmp_path)}", "t", keep_events=1, keep_steps=1)
         assert eventually(lambda: store.predictor(JOB))
+        (kept,) = store._redis.keys(f"{PREDICTOR}*")
+        store._redis.persist(kept)
+        assert store.predictor(JOB)
+        assert store._redis.ttl(kept) > 0, "one that is used is kept for its whole time again"
         store.keep_predictor(replace(JOB, model=None), b"of any model")
         assert store.predictor(replace(JOB, model=None)) is None
         store.close()
