@@ -128,18 +128,24 @@ def _reduced(form: Form, values: Any) -> Any:
         raise ContractError("attention_mask", f"must have 2 to 4 dimensions, not {values.ndim}")
     if values.ndim == 2:
         return (values != 0).sum(-1)
-    return _reduced_attention((values == 0) if "float" in str(values.dtype) else (values != 0))
+    return _reduced_attention(values)
 
 
-def _reduced_attention(attends: Any) -> Any:
-    """Reduce `attends` (rows, queries, positions) to (rows, positions): 0 at padding, to which none
-    attends, 1 at the first token of a sequence, 2 at the others, each of which attends to the one
-    before. With other queries than positions, as one for all, to the tokens of each row.
+def _reduced_attention(values: Any) -> Any:
+    """Reduce a mask (rows, queries, positions) to (rows, positions): 0 at padding, which does not
+    attend to itself, 1 at the first token of a sequence, 2 at the others, each of which attends to
+    the one before: two diagonals of what may be large. With other queries than positions, as one
+    for all, to the tokens of each row, to which some attend.
     """
-    codes = attends.any(-2) + 0
-    if attends.shape[-2] != attends.shape[-1]:
-        return codes.sum(-1)
-    codes[:, 1:] *= attends.diagonal(-1, -2, -1) + 1
+    is_additive = "float" in str(values.dtype)
+
+    def attends(part: Any) -> Any:
+        return part == 0 if is_additive else part != 0
+
+    if values.shape[-2] != values.shape[-1]:
+        return attends(values).any(-2).sum(-1)
+    codes = attends(values.diagonal(0, -2, -1)) + 0
+    codes[:, 1:] *= attends(values.diagonal(-1, -2, -1)) + 1
     return codes
 
 
