@@ -50,6 +50,8 @@ _LOST_PEER_WORDS = (
     "ncclremoteerror",
     "remote process exited",
 )
+_OWN_PIPE = "BrokenPipeError:"
+"""Python's, of a script whose output nobody reads; torch raises others."""
 _EXCEPTION = re.compile(r"(?!nccl)[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*")
 _RANK_MARK = re.compile(r"^\[rank\d+\]: ?")
 """torch sets it before each line of a traceback, once there are process groups."""
@@ -98,6 +100,8 @@ class Failure:
     @property
     def is_of_lost_peer(self) -> bool:
         """True if the words of the error say that another rank ended first."""
+        if self.message.startswith(_OWN_PIPE):
+            return False
         is_nccl = _NCCL in self.message
         return self._says(_LOST_PEER_WORDS) or (is_nccl and self._says(_PEER_SOCKET_WORDS))
 

@@ -196,6 +196,8 @@ def cause(failure: Failure) -> str:
         ("RuntimeError: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", "device"),
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "device"),
         ("ConnectionRefusedError: [Errno 111] Connection refused", "script"),
+        ("BrokenPipeError: [Errno 32] Broken pipe", "script"),
+        ("RuntimeError: [transport/tcp/pair.cc:553] writev: Broken pipe", "peer"),
     ],
 )
 def test_errors_that_a_kernel_of_the_script_makes_too_are_unsure(
