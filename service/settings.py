@@ -78,7 +78,9 @@ class Settings(BaseSettings):
     keep_events: int = Field(2_000, gt=0, description="events kept per job")
     keep_steps: int = Field(20_000, gt=0, description="step summaries kept per job")
 
-    commit_every_s: float = Field(1.0, gt=0, description="longest time between two saved states")
+    commit_every_s: float = Field(
+        5.0, gt=0, description="least time between two saved states of a job without events"
+    )
     lease_s: float = Field(
         10.0, gt=0, description="time after which a silent worker loses its jobs"
     )

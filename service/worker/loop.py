@@ -24,7 +24,7 @@ from ..store.embedded_redis import socket_path
 from ..store.worker_store import Lease, WorkerStore
 from .adapters import AdapterFactory, Adapters, load_adapters
 from .load import LoadMeter, TimeShare, WorkerLoads
-from .owned_job import OwnedJob
+from .owned_job import SHOW_EVERY_S, OwnedJob
 from .planning import Planner
 from .session import JobSession
 
@@ -220,9 +220,9 @@ class Worker:
         self._spent(job)
 
     def _publish(self, job: str, owned: OwnedJob) -> None:
-        """Show the steps and the status of a job whose state is too large to be saved often."""
+        """Show the steps and the status of a job whose state is saved less often."""
         now_s = time.monotonic()
-        if now_s - owned.published_s < self._settings.commit_every_s:
+        if now_s - owned.published_s < min(self._settings.commit_every_s, SHOW_EVERY_S):
             return
         changes = owned.session.changes
         changes.steps, steps = [], changes.steps

@@ -17,6 +17,8 @@ _TICK_S = 0.25  # between two checks of a job that do not depend on its messages
 _LONGEST_TICK_S = 1.0  # a longer pause of the worker does not count against the ranks
 # Limit of the growth of the append-only file; a state that is not saved can be replayed.
 _SAVE_BYTES_PER_S = 4e6
+SHOW_EVERY_S = 1.0
+"""Time between two updates of what is shown of a job, and events that can wait."""
 _CALM_SHARE, _CALM_S = 0.5, 30.0
 """Of a job whose verdicts and layout have not changed for a time a diagnosis may have this share of
 its age, up to so many seconds."""
@@ -63,9 +65,10 @@ class OwnedJob:
         return bool(changes.plans) or any(_is_urgent(*event) for event in changes.events)
 
     def commit_is_due(self, every_s: float) -> bool:
-        """True if there are changes and the saved state is old."""
-        changes = self.session.changes
-        return bool(changes.applied or changes.events) and self._is_old(every_s)
+        """True if there are changes and the saved state is old; with events it is so sooner."""
+        if self.session.changes.events:
+            return self._is_old(min(every_s, SHOW_EVERY_S))
+        return bool(self.session.changes.applied) and self._is_old(every_s)
 
     def _is_old(self, every_s: float) -> bool:
         least_s = max(every_s, self.saved_bytes / _SAVE_BYTES_PER_S)

@@ -94,6 +94,20 @@ def test_a_job_in_which_nothing_changes_is_diagnosed_less_often() -> None:
     assert is_due(7.0)
 
 
+def test_a_job_with_events_is_saved_sooner_than_one_that_only_goes_on() -> None:
+    session = session_with_steps()
+    owned = OwnedJob(Lease("j", b"1:w", b"1"), session)
+    owned.commit()
+    owned.saved_bytes, owned.committed_s = 0, time.monotonic() - 60.0
+    assert not owned.commit_is_due(30.0), "nothing is new"
+    session.changes.applied.append("9-0")
+    assert owned.commit_is_due(30.0)
+    assert not owned.commit_is_due(3_600.0)
+    body = b'{"ranks": [5], "step": 3, "detail": "lost", "reported_by": 0}'
+    session.apply(JobMessage("9-1", MessageKind.FAILURE, body))
+    assert owned.commit_is_due(3_600.0)
+
+
 def test_arrays_that_have_not_changed_are_not_written_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
