@@ -40,7 +40,7 @@ def run(
 
     A launcher whose node or actor is lost is started again once Ray has replaced the bundle; None:
     it was lost last. That of bundle 0 hosts the store, and its loss ends the job, unless
-    `--rdzv-endpoint` names a Redis.
+    `--rdzv-endpoint` names a store in Redis or etcd.
 
     Raises `ContractError` for arguments that place a node.
     """

@@ -121,7 +121,7 @@ class LauncherStore:
         return all(any(self.is_marked(each, mark) for mark in ("left", "lost")) for each in ids)
 
     def forget_failed(self) -> bool:
-        """Delete all that a store in Redis has of a job that has failed; True if this call did."""
+        """Delete all that a replicated store has of a failed job; True if this call did."""
         key = f"attempt/{self.newest()}"
         if self.failed_status() is None:
             return False

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from math import inf
@@ -33,7 +34,9 @@ from .coordinator import AttemptCoordinator
 from .heartbeats import LauncherHeartbeats
 from .launcher_store import LauncherStore
 from .options import NO_RUN, Options
+from .replicated_store import open_replicated_store
 from .restart_plans import RestartPlanPoller
+from .store_url import StoreUrl
 
 _log = logging.getLogger("resihp.launch")
 T = TypeVar("T")
@@ -49,7 +52,7 @@ class Nodes:
     notice  whether this node is about to be taken away
     plans   asked once this launcher decides; None without a sidecar
     on_wait
-            called again and again while a request waits for a Redis that does not answer
+            called again and again while a request waits for a store that does not answer
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Nodes:
         opened = self._opened(self._waits)
         self._address = options.host
         if options.outlives_nodes:
-            self._address = address_towards(options.host, options.port or 1)
+            self._address = self.own_address
             self._forget_failed_run(LauncherStore(opened))
         self._store = LauncherStore(opened)  # keeps nothing of the run before
         self._options = options = replace(options, run=self._agreed_run())
@@ -93,6 +96,20 @@ class Nodes:
     def run(self) -> str:
         """Identity of the job."""
         return self._options.run
+
+    @property
+    def own_address(self) -> str:
+        """Address of this node on its route to the store: to its first server that has one.
+
+        Raises `JobStoppedError` if there is none.
+        """
+        servers = [(self._options.host, self._options.port or 1)]
+        if self._options.store_url is not None:
+            servers = list(StoreUrl.parse(self._options.store_url).servers)
+        for host, port in servers[:-1]:
+            with suppress(JobStoppedError):  # such as a name that is gone with its server
+                return address_towards(host, port)
+        return address_towards(*servers[-1])
 
     @property
     def is_coordinator(self) -> bool:
@@ -242,11 +259,7 @@ class Nodes:
         """A connection to the launchers' store."""
         options = self._options
         if options.store_url is not None:
-            try:
-                from .redis_store import open_redis
-            except ImportError as error:
-                raise JobStoppedError("a store in Redis needs `pip install redis`") from error
-            return open_redis(options.store_url, options.run, options.heartbeat, on_wait)
+            return open_replicated_store(options.store_url, options.run, options.heartbeat, on_wait)
         store = connect_store(options.host, self._port, options.connect)
         return dist.PrefixStore("resihp-run", store)
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from .cluster_environment import is_this_machine, node_placement
+from .store_url import StoreUrl, is_store_url, parse_address
 
 _log = logging.getLogger("resihp.launch")
 
@@ -36,10 +35,7 @@ _FLAGS = ("--standalone", "--reads-plan", "--module", "--no-python")
 DEFAULT_PORT = 29500
 NO_RUN = "none"
 """Identity of a job that was given none, as torchrun's."""
-_HIGHEST_PORT = 65535
 _MOST_SECONDS = 1e9  # time-outs that follow from these are still ones that Python can wait for
-_REDIS_PORT = 6379
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 @dataclass(frozen=True)
@@ -116,8 +112,8 @@ class Options:
     node          index of this one; node 0 hosts the store, others may have one in common
     processes     ranks of this node
     least         ranks with which this node goes on when devices fail
-    host, port    of the store; port 0: a free one
-    store_url     of the store in Redis; None: node 0 hosts it
+    host, port    of the store, of the first server if it has several; port 0: a free one
+    store_url     of the store in Redis or etcd; None: node 0 hosts it
     run           identity of the job, in its store and its folders
     max_restarts  limit of restarts of all ranks; None: as long as they help
     joins         ranks that join a running job; empty: this launcher starts the job
@@ -192,15 +188,6 @@ class Options:
             parser.error(str(error))
 
 
-def is_redis(endpoint: str) -> bool:
-    """Return whether an endpoint is a URL of Redis.
-
-    >>> is_redis("redis://store:6379/0"), is_redis("node-0:29500"), is_redis("[::1]:29500")
-    (True, False, False)
-    """
-    return "://" in endpoint and urlsplit(endpoint).scheme in _REDIS_SCHEMES
-
-
 def _place(given: argparse.Namespace) -> None:
     """Fill in what the command line leaves out: from the cluster's environment, else the defaults
     of one node. An option for the store's address also says that nodes are placed by hand."""
@@ -224,27 +211,20 @@ def _options(given: argparse.Namespace) -> Options:
         raise ValueError(f"--node-rank {node} must be below --nnodes {nodes}")
     endpoint = f"{given.master_addr}:{given.master_port or ''}" if given.master_addr else ""
     endpoint = given.rdzv_endpoint or endpoint or "127.0.0.1"
-    store_url = endpoint if is_redis(endpoint) and not given.standalone else None
-    if store_url is not None:
-        if not given.rdzv_id:
-            raise ValueError("a store in Redis needs the job's identity: --rdzv-id ID")
-        url = urlsplit(store_url)
-        endpoint = f"{url.hostname or '127.0.0.1'}:{url.port or _REDIS_PORT}"
-    host, colon, port = endpoint.rpartition(":")
-    if not colon or port.endswith("]"):  # no port, perhaps after an address of IPv6 in brackets
-        host, port = f"{host}{colon}{port}", ""
-    if not port:
-        port = str(given.master_port or (DEFAULT_PORT if nodes > 1 or given.join else 0))
     if given.standalone:
-        host, port = "127.0.0.1", "0"
-    host = _checked_host(host, endpoint)
+        endpoint = "127.0.0.1:0"
+    store_url = endpoint if is_store_url(endpoint) else None
+    if store_url is None:
+        default_port = DEFAULT_PORT if nodes > 1 or given.join else 0
+        host, port = parse_address(endpoint, given.master_port or default_port)
+    elif given.rdzv_id:
+        host, port = StoreUrl.parse(store_url).servers[0]
+    else:
+        raise ValueError("a store in Redis or etcd needs the job's identity: --rdzv-id ID")
     if nodes > 1 and not (given.node_rank or given.join or store_url or is_this_machine(host)):
         _log.info("no --node-rank, and %s is no address of this machine: it is not node 0", host)
         node = 1  # nodes that have one in common are ordered by arrival
-    port_number = _number("the store's port", port, least=0)
-    if port_number > _HIGHEST_PORT:
-        raise ValueError(f"the store's port must be at most {_HIGHEST_PORT}, not {port}")
-    if node and port_number == 0:
+    if node and port == 0:
         raise ValueError("several nodes need the port of the store: --rdzv-endpoint HOST:PORT")
     least, processes = _range_of("--nproc-per-node", given.nproc_per_node, _processes)
     kind = "module" if given.module else "program" if given.no_python else "script"
@@ -257,7 +237,7 @@ def _options(given: argparse.Namespace) -> Options:
         processes=processes,
         least=least,
         host=host,
-        port=port_number,
+        port=port,
         store_url=store_url,
         run=given.rdzv_id or NO_RUN,
         max_restarts=None if restarts is None else _number("--max-restarts", restarts, least=0),
@@ -270,24 +250,6 @@ def _options(given: argparse.Namespace) -> Options:
         preemption_s=window and _seconds("--preemption-seconds", window),
         output=_output(given),
     )
-
-
-def _checked_host(host: str, endpoint: str) -> str:
-    """Return a host without the brackets of an address of IPv6.
-
-    Raises `ValueError` for what can be neither a name nor an address.
-    """
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    is_valid = not set(bare) & set("[]/@") and not any(map(str.isspace, bare))
-    if is_valid and (":" in bare or bare != host):
-        try:
-            ip_address(bare)
-        except ValueError:
-            is_valid = False
-    if not is_valid:
-        forms = "HOST, HOST:PORT, [IPV6]:PORT or a URL of Redis"
-        raise ValueError(f"--rdzv-endpoint must be {forms}, not {endpoint!r}")
-    return bare
 
 
 def _range_of(name: str, given: str, read: Callable[[str], int | str]) -> tuple[int, int]:
@@ -421,8 +383,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--rdzv-endpoint",
-        help="HOST:PORT of the store, which node 0 hosts; or redis://HOST:PORT/DB, which the loss "
-        "of no node takes away",
+        help="HOST:PORT of the store, which node 0 hosts; or one that the loss of no node takes "
+        "away: redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,.../MASTER/DB, "
+        "redis+cluster://HOST:PORT,..., etcd://HOST:PORT,...",
     )
     add("--master-addr", help="the host of it")
     add("--master-port", help="the port of it; default 29500 for several nodes, else a free one")

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from resihp._preemption import NOTICED_STATUS, SIGNALS, PreemptionNotice
 from resihp.contracts import FencedOutError, JobStoppedError
 from resihp.elastic.rendezvous import exit_status
-from resihp.elastic.rendezvous.store import address_towards
 
 from .attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer
 from .fork_server import Ended, ForkServer
@@ -175,8 +174,7 @@ class Supervisor:
         if options.nodes > 1 and memory.path is not None and not options.joins:
             from .memory_server import serve_memory  # takes a second: torch's own checkpoints
 
-            own_address = address_towards(options.host, options.port or 1)
-            self._memory_server = serve_memory(memory.path, own_address)
+            self._memory_server = serve_memory(memory.path, nodes.own_address)
         self._ranks: dict[str, _Rank] = {}
         self._failed: _Rank | None = None
         self._consequence: _Consequence | None = None

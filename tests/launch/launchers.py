@@ -50,8 +50,8 @@ class Launchers:
     A rank with a file `late-ATTEMPT-RANK` that is told to end does so within a later attempt.
     """
 
-    def __init__(self, folder: Path, *command: str, redis: str = "") -> None:
-        self.folder, self.store, self._hosts_store = folder, redis or "127.0.0.1:0", not redis
+    def __init__(self, folder: Path, *command: str, store: str = "") -> None:
+        self.folder, self.store, self._hosts_store = folder, store or "127.0.0.1:0", not store
         self._processes: dict[str, LauncherProcess] = {}
         (folder / "script.py").write_text(SCRIPT)
         self._command = command or (str(folder / "script.py"), str(folder))
@@ -108,8 +108,8 @@ class Launchers:
 
 
 @contextmanager
-def launchers(folder: Path, *command: str, redis: str = "") -> Iterator[Launchers]:
-    found = Launchers(folder, *command, redis=redis)
+def launchers(folder: Path, *command: str, store: str = "") -> Iterator[Launchers]:
+    found = Launchers(folder, *command, store=store)
     try:
         yield found
     finally:

@@ -63,6 +63,7 @@ def test_several_nodes() -> None:
         ("--nnodes 1:4 --master-addr no-such-host.invalid", 1),
         ("--nnodes 2 --rdzv-endpoint 192.0.2.1:29500 --node-rank 0", 0),
         ("--nnodes 2 --rdzv-endpoint redis://192.0.2.1", 0),  # where all may decide
+        ("--nnodes 2 --rdzv-endpoint etcd://192.0.2.1:2379,192.0.2.2", 0),
         ("--nnodes 1 --master-addr 192.0.2.1", 0),
     ],
 )
@@ -79,6 +80,23 @@ def test_defaults_stand_in_variables_of_operators(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PET_STANDALONE", "0")
     assert parsed("--rdzv-endpoint host:2000 t.py").command.kind == "program"
     assert parsed("--rdzv-endpoint host:2000 t.py").port == 2000
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [
+        ("redis:///0", "127.0.0.1", 6379),
+        ("unix:///run/redis.sock", "127.0.0.1", 6379),
+        ("rediss+sentinel://:secret@a,b:2/main", "a", 26379),
+        ("redis+sentinel://[::1]:5,b/main/2?sentinel_password=x", "::1", 5),
+        ("redis+cluster://me:secret@a,b", "a", 6379),
+        ("etcds://a:1,b?ca_certs=/etc/ca.pem", "a", 1),
+    ],
+)
+def test_stores_that_no_node_hosts(url: str, host: str, port: int) -> None:
+    options = parsed(f"--nnodes 2 --rdzv-id x --rdzv-endpoint {url} t.py")
+    assert (options.store_url, options.host, options.port) == (url, host, port)
+    assert options.outlives_nodes
 
 
 def test_notices_and_plans() -> None:
@@ -137,6 +155,17 @@ def test_output_stays_in_its_folder_whatever_the_identity(run: str, name: str) -
         ("--master-addr http://x t.py", "not 'http://x:'"),
         ("--rdzv-endpoint h:99999 t.py", "the store's port must be at most 65535, not 99999"),
         ("--nnodes 2 --node-rank 1 --master-addr h --master-port x t.py", "the store's port must"),
+        ("--rdzv-endpoint redsi://:secret@h t.py", "not 'h'"),
+        ("--rdzv-endpoint redis://h/0 t.py", "needs the job's identity: --rdzv-id ID"),
+        ("--rdzv-id x --rdzv-endpoint redis://a,b/0 t.py", "must be redis://HOST:PORT/DB"),
+        ("--rdzv-id x --rdzv-endpoint redis://:a/b@h t.py", "port must be at most 65535, not a"),
+        ("--rdzv-id x --rdzv-endpoint redis+sentinel://h t.py", ",.../MASTER/DB"),
+        ("--rdzv-id x --rdzv-endpoint redis+sentinel://h/m/x t.py", ",.../MASTER/DB"),
+        ("--rdzv-id x --rdzv-endpoint redis+cluster://h/3 t.py", "without a database"),
+        ("--rdzv-id x --rdzv-endpoint etcd://h,:1 t.py", "not ':1'"),
+        ("--rdzv-id x --rdzv-endpoint etcd://h:1,[::1 t.py", "not '[::1'"),
+        ("--rdzv-id x --rdzv-endpoint etcd://h:1/prefix t.py", "without a path"),
+        ("--rdzv-id x --rdzv-endpoint etcds://h?cafile=x t.py", "key_file, not cafile"),
         ("--heartbeat 1e15 t.py", "--heartbeat must be a number of seconds"),
         ("--join 1,x t.py", "--join must be a number"),
         ("--join , --rdzv-endpoint h t.py", "--join , must name ranks, each once"),

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from redis import Redis
 
 from resihp._preemption import PreemptionNotice
-from resihp.contracts import JobStoppedError
 from resihp.elastic.rendezvous.store import host_store
 from resihp.launch.attempts import Attempt, AttemptEnd, EndKind, JobEnd, NodeOffer, place
 from resihp.launch.heartbeats import LauncherHeartbeats
 from resihp.launch.launcher_store import LauncherStore
 from resihp.launch.nodes import Nodes
 from resihp.launch.options import Command, Options
-from resihp.launch.redis_store import RedisStore, open_redis
+from resihp.launch.replicated_store import open_replicated_store
 from service.store.embedded_redis import EmbeddedRedis
 from tests.launch.launchers import launchers
+from tests.launch.store_servers import SentinelRedis
 
 MINUTE = timedelta(minutes=1)
 
@@ -37,38 +40,20 @@ def redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
     server.stop()
 
 
-@pytest.fixture(params=["torch", "redis"])
-def store(request: pytest.FixtureRequest, redis: EmbeddedRedis) -> dist.Store:
-    if request.param == "torch":
-        return host_store("127.0.0.1", 0, MINUTE)
-    return open_redis(redis.url, "job", MINUTE)
+def opened(redis: EmbeddedRedis) -> LauncherStore:
+    return LauncherStore(open_replicated_store(redis.url, "job", MINUTE))
 
 
-def test_both_stores_answer_alike(store: dist.Store) -> None:
-    assert not store.check(["a"])
-    store.set("a", "1")
-    assert (store.get("a"), store.check(["a"]), store.check(["a", "b"])) == (b"1", True, False)
-    assert [store.add("n", amount) for amount in (2, 0, -1)] == [2, 2, 1]
-    store.append("lines", "x\n")  # type: ignore[attr-defined]
-    store.append("lines", "y\n")  # type: ignore[attr-defined]
-    assert store.get("lines") == b"x\ny\n"
-    assert store.compare_set("c", "", "first") == b"first"
-    assert store.compare_set("c", "", "second") == b"first"
-    assert store.compare_set("c", "first", "third") == b"third"
+def delete_all(redis: EmbeddedRedis) -> None:
+    with Redis.from_url(redis.url) as client:
+        client.flushall()
 
 
-def test_jobs_are_apart_and_a_finished_one_is_forgotten(redis: EmbeddedRedis) -> None:
-    one, other = (RedisStore(redis.url, name, MINUTE) for name in ("one", "other"))
-    one.set("a", "1")
-    assert not other.check(["a"])
-    assert 0 < one._redis.ttl("resihp:run:one") <= 600
-
-
-def nodes_of(redis: EmbeddedRedis, run: str = "job") -> Nodes:
+def nodes_at(url: str) -> Nodes:
     """A launcher's place in a job of up to two nodes."""
     command = Command("t.py", "script")
     options = Options(
-        command, nodes=2, store_url=redis.url, port=1, run=run, heartbeat=timedelta(seconds=2)
+        command, nodes=2, store_url=url, port=1, run="job", heartbeat=timedelta(seconds=2)
     )
     return Nodes(options, PreemptionNotice())
 
@@ -88,34 +73,50 @@ def test_a_job_that_failed_begins_anew_and_one_that_completed_does_not(
 ) -> None:
     """Whether its launchers said that they leave, or were killed."""
     for says_so in (True, False):
-        failed = nodes_of(redis)
+        failed = nodes_at(redis.url)
         assert failed.is_coordinator
-        store = LauncherStore(RedisStore(redis.url, "job", MINUTE))
+        store = opened(redis)
         store.announce(NodeOffer(failed.id, 0, (0,)))
         assert store.publish(0, JobEnd(3, "a bug"))
         if says_so:
             failed.close()
         else:
             stop_heartbeats(failed)
-        following = nodes_of(redis)
+        following = nodes_at(redis.url)
         assert following.is_coordinator
         assert store.attempt(0) is None
-        assert LauncherStore(RedisStore(redis.url, "job", MINUTE)).announced() == []
+        assert opened(redis).announced() == []
         following.close()
         assert store.publish(0, JobEnd(3, "for the next turn"))
     assert store.forget_failed()
     assert store.publish(0, JobEnd(0))
-    late = nodes_of(redis)
+    late = nodes_at(redis.url)
     assert late.begin(NodeOffer(late.id, 0, (0,)), bool) == JobEnd(0)
     late.close()
 
 
+def test_a_server_whose_name_is_gone_keeps_no_launcher_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(host: str, *arguments: Any, **named: Any) -> list[Any]:
+        if host == "gone":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known(host, *arguments, **named)
+
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with SentinelRedis(tmp_path) as servers:
+        launcher = nodes_at(servers.url.replace("@", "@gone,"))
+        assert launcher.own_address == "127.0.0.1"
+        launcher.close()
+
+
 def test_a_launcher_that_was_replaced_while_it_decided_follows(redis: EmbeddedRedis) -> None:
     """It slept a little longer than the time-out, and woke before it was given up."""
-    slept = nodes_of(redis)
+    slept = nodes_at(redis.url)
     ranks = host_store("127.0.0.1", 0, MINUTE)
     try:
-        store = LauncherStore(RedisStore(redis.url, "job", MINUTE))
+        store = opened(redis)
         other = NodeOffer("other", 1, (0,))
         store.announce(other)
         assert store.coordinate(other.id, after=slept.id)
@@ -145,7 +146,7 @@ def test_heartbeats_tell_a_launcher_that_another_decides() -> None:
 
 def test_launchers_write_again_what_a_store_without_its_data_had(redis: EmbeddedRedis) -> None:
     """All of it but what a later run has begun in its place."""
-    one, other = (LauncherStore(RedisStore(redis.url, "job", MINUTE)) for _ in range(2))
+    one, other = (opened(redis) for _ in range(2))
     offers = [NodeOffer("one", 0, (0,)), NodeOffer("other", 1, (0,))]
     attempt = Attempt(0, 1, place(offers, most=2))
     assert one.coordinate("one")
@@ -156,35 +157,33 @@ def test_launchers_write_again_what_a_store_without_its_data_had(redis: Embedded
     other.end(0, AttemptEnd(EndKind.NOTICE, "maintenance"))
     other.report(0, offers[1])
     for first, second in ((one, other), (other, one)):
-        redis_of_test = RedisStore(redis.url, "job", MINUTE)
-        redis_of_test._redis.flushall()
+        delete_all(redis)
         first.restore("one")
         second.restore("one")
-        late = LauncherStore(redis_of_test)
+        late = opened(redis)
         assert late.coordinator() == "one"
         assert sorted(offer.id for offer in late.announced()) == ["one", "other"]
         assert late.attempt(late.newest()) == attempt
         assert late.end_of(0) == AttemptEnd(EndKind.NOTICE, "maintenance")
         assert late.reported(0, "other") == offers[1]
-    redis_of_test._redis.flushall()
-    assert LauncherStore(redis_of_test).coordinate("third")
+    delete_all(redis)
+    assert opened(redis).coordinate("third")
     one.restore("one")
-    assert LauncherStore(redis_of_test).announced() == []
+    assert opened(redis).announced() == []
 
 
 def test_the_job_goes_on_after_redis_has_lost_its_data(
     tmp_path: Path, redis: EmbeddedRedis
 ) -> None:
     """In the middle of an attempt, before a restart and before the end."""
-    with launchers(tmp_path, redis=redis.url) as job:
-        data = RedisStore(redis.url, "all", MINUTE)._redis
+    with launchers(tmp_path, store=redis.url) as job:
         job.start(0, nodes="2")
         job.start(1, nodes="2")
         pids = job.runs(0, 2)
-        data.flushall()
+        delete_all(redis)
         os.kill(pids[1], signal.SIGKILL)
         job.runs(1, 2)
-        data.flushall()
+        delete_all(redis)
         job.until(lambda: all("lost its data" in job.log(node) for node in (0, 1)))
         (tmp_path / "finish").touch()
         assert [job.status(node) for node in (0, 1)] == [0, 0], job.logs()
@@ -202,31 +201,12 @@ def test_requests_wait_three_timeouts_for_a_redis_that_hangs(
     redis: EmbeddedRedis, frozen: Callable[[], object]
 ) -> None:
     waits: list[int] = []
-    store = open_redis(redis.url, "job", timedelta(seconds=2), lambda: waits.append(1))
+    heartbeat = timedelta(seconds=2)
+    store = open_replicated_store(redis.url, "job", heartbeat, lambda: waits.append(1))
     frozen()
     with pytest.raises(dist.DistNetworkError):
         store.check(["a"])
     assert 1 <= len(waits) <= 6 / 0.5
-    waits.clear()
-    store.set_timeout(timedelta(0))
-    with pytest.raises(dist.DistNetworkError):
-        store.check(["a"])
-    assert not waits
-
-
-def test_a_request_is_answered_once_redis_goes_on(
-    redis: EmbeddedRedis, frozen: Callable[[], object]
-) -> None:
-    assert redis.pid is not None
-    goes_on = partial(os.kill, redis.pid, signal.SIGCONT)
-    store = open_redis(redis.url, "job", MINUTE, goes_on)
-    for request in (
-        lambda: store.add("n", 1) >= 1,
-        lambda: store.compare_set("c", "", "first") == b"first",
-        lambda: store.get("c") == b"first",
-    ):
-        frozen()
-        assert request()
 
 
 SAVING = """
@@ -249,7 +229,7 @@ def test_ranks_learn_of_a_notice_while_redis_hangs(
 ) -> None:
     (tmp_path / "saving.py").write_text(SAVING)
     command = str(tmp_path / "saving.py"), str(tmp_path)
-    with launchers(tmp_path, *command, redis=redis.url) as job:
+    with launchers(tmp_path, *command, store=redis.url) as job:
         job.start(0, nodes="1")
         job.until((tmp_path / "running").exists)
         frozen()
@@ -258,17 +238,11 @@ def test_ranks_learn_of_a_notice_while_redis_hangs(
         assert (tmp_path / "saved").exists(), job.logs()
 
 
-def test_without_redis_it_says_so(tmp_path: Path) -> None:
-    for url in (f"unix://{tmp_path}/none", "redis://127.0.0.1:x"):
-        with pytest.raises(JobStoppedError, match="no Redis answers"):
-            open_redis(url, "job", timedelta(seconds=0.1))
-
-
 def test_the_loss_of_the_node_that_decides_is_one_like_any_other(
     tmp_path: Path, redis: EmbeddedRedis
 ) -> None:
     """Node 0 is killed while Redis is away for a moment; the next one to decide is told to go."""
-    with launchers(tmp_path, redis=redis.url) as job:
+    with launchers(tmp_path, store=redis.url) as job:
         job.start(0, nodes="1:3")
         job.until(lambda: "store at" in job.log(0))
         job.start(1, nodes="1:3")
@@ -290,7 +264,7 @@ def test_the_loss_of_the_node_that_decides_is_one_like_any_other(
 def test_a_launcher_that_slept_while_another_took_its_place_ends(
     tmp_path: Path, redis: EmbeddedRedis
 ) -> None:
-    with launchers(tmp_path, redis=redis.url) as job:
+    with launchers(tmp_path, store=redis.url) as job:
         job.start(0)
         job.until(lambda: "store at" in job.log(0))
         job.start(1)
@@ -307,7 +281,7 @@ def test_a_launcher_that_slept_while_another_took_its_place_ends(
 def test_a_standby_decides_where_no_other_node_is_left(
     tmp_path: Path, redis: EmbeddedRedis
 ) -> None:
-    with launchers(tmp_path, redis=redis.url) as job:
+    with launchers(tmp_path, store=redis.url) as job:
         job.start(0)
         job.until(lambda: "store at" in job.log(0))
         job.start(1)
