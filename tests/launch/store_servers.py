@@ -44,7 +44,7 @@ def until(check: Callable[[], object], why: Callable[[], str] = str) -> Any:
 def free_port() -> int:
     """A free port; the one 10000 higher, at which servers of a Redis Cluster meet, is free too."""
     while True:
-        port = random.choice(_PORTS)
+        port = random.SystemRandom().choice(_PORTS)  # another one in each process of tests
         with socket.socket() as one, socket.socket() as other, suppress(OSError):
             one.bind(("127.0.0.1", port))
             other.bind(("127.0.0.1", port + 10000))
