@@ -108,6 +108,8 @@ class Worker:
         if now_s - self._balanced_s > min(1.0, self._settings.lease_s / 4):
             self._balance(stop)
             self._balanced_s = now_s
+            if stop.is_set():  # a job may be resumed in part: later messages must wait
+                return
         if not self._owned:
             stop.wait(_IDLE_S)
             return

@@ -12,20 +12,22 @@ import redis
 from fakes import fake_adapters
 
 from service import Settings
+from service.store.documents import JobMessage
 from service.store.embedded_redis import socket_path
 from service.store.schema import GROUP, JobKeys
 from service.worker import loop
 from service.worker.loop import Worker
 from service.worker.owned_job import OwnedJob
+from service.worker.session import JobSession
 from tests.service.conftest import batch_of, eventually, job_of, running, stored_steps
 
 STEPS = 12
 
 
 @contextlib.contextmanager
-def working(settings: Settings) -> Iterator[None]:
-    """A worker in a thread, ended at the end of the block."""
-    stop = threading.Event()
+def working(settings: Settings, stop: threading.Event | None = None) -> Iterator[None]:
+    """A worker in a thread, ended by `stop`, at the end of the block in any case."""
+    stop = stop or threading.Event()
     worker = Worker(f"unix://{socket_path(settings.data)}", settings, fake_adapters(), "one")
     thread = threading.Thread(target=worker.run, args=(stop,))
     thread.start()
@@ -66,6 +68,36 @@ def test_messages_that_are_too_costly_to_save_stay_for_the_next_worker(
             eventually(lambda: http.records("j") == 32 * STEPS)  # perhaps before they are saved
             eventually(lambda: (http.get("/v1/jobs/j")["backlog"], unsaved()) == (0, 0))
         assert stored_steps(tmp_path) == list(range(STEPS - 1))
+
+
+def test_a_worker_that_is_ended_while_it_resumes_a_job_reads_no_later_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(data=tmp_path, redis_url=None, worker=False, commit_every_s=60.0)
+    monkeypatch.setattr(loop, "_LEAVE_S", -1.0)
+    monkeypatch.setattr(loop, "_READ_BYTES", 1)  # one message at a time
+    stop, apply = threading.Event(), JobSession.apply
+
+    def applied_at_the_end(session: JobSession, *messages: JobMessage) -> None:
+        stop.set()
+        apply(session, *messages)
+
+    with running(settings) as http:
+        http.register(job_of())
+        with working(settings):
+            for step in range(STEPS):
+                assert http.send("j", batch_of(step)).status == 202
+            eventually(lambda: stored_steps(tmp_path) == list(range(STEPS - 1)))
+        for step in range(STEPS, 2 * STEPS):
+            assert http.send("j", batch_of(step)).status == 202
+        monkeypatch.setattr(loop, "_LEAVE_S", 60.0)
+        with monkeypatch.context() as patched, working(settings, stop):
+            patched.setattr(JobSession, "apply", applied_at_the_end)
+            eventually(stop.is_set)
+        with working(settings.model_copy(update={"commit_every_s": 0.05})):
+            eventually(lambda: http.get("/v1/jobs/j")["backlog"] == 0)
+            assert http.records("j") == 32 * 2 * STEPS
+        assert stored_steps(tmp_path) == list(range(2 * STEPS - 1))
 
 
 @pytest.mark.parametrize(
