@@ -294,11 +294,11 @@ class Worker:
         description, plan, saved = loaded
         predictor = self._store.predictor(description)
         session = JobSession(description, plan, self._adapters, self._planner, predictor)
+        shown = stream_order(saved.pop("shown", b"0-0").decode())  # known before a state is saved
         if saved:
             session.resume(saved)
         self._owned[job] = OwnedJob(lease, session, frozenset(saved))
         claimed = self._store.claim(lease, saved.get("applied", b"0-0").decode())
-        shown = stream_order(saved.get("shown", b"0-0").decode())
         while (messages := _first_bytes(claimed, _READ_BYTES)) and not stop.is_set():
             old = [message for message in messages if stream_order(message.id) <= shown]
             if old:

@@ -39,34 +39,31 @@ def working(settings: Settings, stop: threading.Event | None = None) -> Iterator
     assert not thread.is_alive()
 
 
+def unsaved(data: Path) -> int:
+    """Messages that a worker has read and not saved."""
+    with redis.Redis(unix_socket_path=str(socket_path(data))) as store:
+        return int(store.xpending(JobKeys("j").messages, GROUP)["pending"])
+
+
 def test_messages_that_are_too_costly_to_save_stay_for_the_next_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Saves once a minute: after the commit of the failure nothing more.
     settings = Settings(data=tmp_path, redis_url=None, worker=False, commit_every_s=60.0)
     monkeypatch.setattr(loop, "_LEAVE_S", -1.0)
-    messages = JobKeys("j").messages
-    with (
-        running(settings) as http,
-        redis.Redis(unix_socket_path=str(socket_path(tmp_path))) as store,
-    ):
+    with running(settings) as http:
         http.register(job_of())
-
-        def unsaved() -> int:
-            """Messages that a worker has read and not saved."""
-            return int(store.xpending(messages, GROUP)["pending"])
-
         with working(settings):
             assert http("POST", "/v1/jobs/j/failures", {"ranks": [7]}).status == 202
             eventually(lambda: http.statuses("j") == {7: "fail_stop"})
             for step in range(STEPS):
                 assert http.send("j", batch_of(step)).status == 202
-            eventually(lambda: unsaved() == STEPS)
+            eventually(lambda: unsaved(tmp_path) == STEPS)
         assert http.get("/v1/jobs/j")["backlog"] == STEPS
         monkeypatch.setattr(loop, "_LEAVE_S", 60.0)
         with working(settings.model_copy(update={"commit_every_s": 0.05})):
             eventually(lambda: http.records("j") == 32 * STEPS)  # perhaps before they are saved
-            eventually(lambda: (http.get("/v1/jobs/j")["backlog"], unsaved()) == (0, 0))
+            eventually(lambda: (http.get("/v1/jobs/j")["backlog"], unsaved(tmp_path)) == (0, 0))
         assert stored_steps(tmp_path) == list(range(STEPS - 1))
 
 
@@ -87,7 +84,7 @@ def test_a_worker_that_is_ended_while_it_resumes_a_job_reads_no_later_messages(
         with working(settings):
             for step in range(STEPS):
                 assert http.send("j", batch_of(step)).status == 202
-            eventually(lambda: stored_steps(tmp_path) == list(range(STEPS - 1)))
+            eventually(lambda: unsaved(tmp_path) == STEPS)
         for step in range(STEPS, 2 * STEPS):
             assert http.send("j", batch_of(step)).status == 202
         monkeypatch.setattr(loop, "_LEAVE_S", 60.0)
@@ -98,6 +95,24 @@ def test_a_worker_that_is_ended_while_it_resumes_a_job_reads_no_later_messages(
             eventually(lambda: http.get("/v1/jobs/j")["backlog"] == 0)
             assert http.records("j") == 32 * 2 * STEPS
         assert stored_steps(tmp_path) == list(range(2 * STEPS - 1))
+
+
+def test_a_job_whose_steps_were_shown_before_a_state_was_saved_is_resumed_without_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(data=tmp_path, redis_url=None, worker=False, commit_every_s=60.0)
+    monkeypatch.setattr(loop, "_LEAVE_S", -1.0)
+    with running(settings) as http:
+        http.register(job_of())
+        with working(settings):
+            assert http.send("j", batch_of(0)).status == 202
+            assert http.send("j", batch_of(1)).status == 202
+            eventually(lambda: stored_steps(tmp_path) == [0])
+        with working(settings.model_copy(update={"commit_every_s": 0.05})):
+            eventually(lambda: http.get("/v1/jobs/j")["backlog"] == 0)
+        with redis.Redis(unix_socket_path=str(socket_path(tmp_path))) as store:
+            assert store.hget(JobKeys("j").counts, "errors") == b"0"
+        assert stored_steps(tmp_path) == [0]
 
 
 @pytest.mark.parametrize(
