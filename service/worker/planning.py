@@ -142,7 +142,8 @@ class PlanningState:
         """Activate a plan that the job made by itself; False if it is active already, or older than
         the active one: told late, after the job has gone on.
 
-        Later plans stay. The job's plan accounts for the lost ranks and for no other device.
+        Later plans stay; where the newest one counts on a lost rank, another is asked for. The
+        job's plan accounts for the lost ranks and for no other device.
         """
         is_known = self.active_version == plan.version and self.active.digest == plan.digest
         if is_known or plan.version < self.active_version:
@@ -152,6 +153,7 @@ class PlanningState:
         self.plans, self.active_version, self.acks = {plan.version: plan, **later}, plan.version, {}
         dead = {*lost, *(rank for rank, speed in self.speeds.items() if speed == 0.0)}
         self.speeds = dict.fromkeys(sorted(dead)[:_MOST_RANKS], 0.0)
+        self.is_asked |= not dead.isdisjoint(self.newest.layout.members)
         self.rental, self.retry, self.advice = SkiRental(), PlanningRetry(), None
         self.links, self.measured = (), ()
         self.outcome = {"state": "taken_over", "version": plan.version}

@@ -87,6 +87,20 @@ def test_it_replaces_a_plan_of_its_version_and_leaves_later_ones(start):
     assert session.changes.plans[-1].layout == without(6, 1).layout
 
 
+def test_a_later_plan_with_a_rank_that_the_job_has_lost_is_replaced(start):
+    """Made while nothing was slow any more, so that no verdict but the loss asks for a plan."""
+    session = start()
+    slow(session, 3)
+    slow(session, 1)
+    body = encode(batch_of(5), WireFormat.MSGPACK)
+    session.apply(JobMessage("61-0", MessageKind.TELEMETRY, body))
+    assert [plan.version for plan in session.changes.plans] == [1, 2]
+    assert 6 in session.planning.newest.layout.members
+    own(session, without(6, 1), 6)
+    assert [plan.version for plan in session.changes.plans] == [1, 2, 1, 3]
+    assert 6 not in session.planning.newest.layout.members
+
+
 def test_told_twice_it_is_taken_over_once(start):
     session = start()
     own(session, without(6, 1), 6)
