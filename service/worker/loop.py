@@ -178,13 +178,19 @@ class Worker:
                 break
             owned = self._owned[job]
             if owned.diagnosis_is_due(_DIAGNOSE_EVERY_S, commit_every_s=every_s):
-                self._commit(job, diagnose=True)
-                self._saving.spend(owned.save_cost_s, time.monotonic())
+                self._commit_in_turn(job, diagnose=True)
         for job in self._longest_ago(lambda owned: owned.committed_s):
             owned, has_time = self._owned[job], self._saving.has_time(time.monotonic())
             if self._is_full(owned) or (has_time and owned.commit_is_due(every_s)):
-                self._commit(job)
-                self._saving.spend(owned.save_cost_s, time.monotonic())
+                self._commit_in_turn(job)
+
+    def _commit_in_turn(self, job: str, *, diagnose: bool = False) -> None:
+        """Commit a job. A save for which there is no time, but that has to be, does not count: else
+        a job with many of them would keep the others from being saved."""
+        owned, has_time = self._owned[job], self._saving.has_time(time.monotonic())
+        self._commit(job, diagnose=diagnose)
+        if has_time:
+            self._saving.spend(owned.save_cost_s, time.monotonic())
 
     def _is_full(self, owned: OwnedJob) -> bool:
         """Return whether messages that are applied take much of the job's room for others."""

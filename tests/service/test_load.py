@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,11 +14,17 @@ from fakes import fake_adapters
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resihp.contracts import Plan
 from service import Settings
+from service.store.documents import PendingChanges
 from service.store.embedded_redis import socket_path
 from service.store.schema import JobKeys
+from service.store.worker_store import Lease
 from service.worker.load import MOST_LOAD, LoadMeter, TimeShare, WorkerLoads
 from service.worker.loop import Worker, unique_name
+from service.worker.owned_job import OwnedJob
+from service.worker.planning import Planner
+from service.worker.session import JobSession
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
 LOADS = st.lists(st.floats(0, 1.2), max_size=40)
@@ -35,6 +42,38 @@ def test_work_keeps_within_its_share_of_the_time_and_uses_it(costs_s: list[float
         assert spent_s <= 0.1 * (now_s + 1.0) + max(costs_s)
         now_s += 0.1
     assert spent_s >= 0.1 * (now_s - 0.1) - max(costs_s)
+
+
+def test_states_that_must_be_saved_at_any_cost_keep_no_other_from_being_saved(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A job that catches up fills its backlog again and again; each save takes a second."""
+    now_s, saved = 0.0, list[str]()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    adapters = fake_adapters()
+    worker = Worker("unix:///none", Settings(max_backlog=10_000), adapters, "one")
+    for name, cost_s in (("large", 1.0), ("small", 0.01)):
+        job, planner = job_of(name), Planner(adapters, time_limit_s=1.0)
+        first = Plan(version=0, layout=job.layout, quotas=job.quotas)
+        session = JobSession(job, first, adapters, planner)
+        owned = OwnedJob(Lease(name, b"", b""), session, committed_s=now_s, save_cost_s=cost_s)
+        worker._owned[name] = owned
+
+    def commit(job: str, **_: bool) -> None:
+        nonlocal now_s
+        owned = worker._owned[job]
+        owned.session.changes = PendingChanges()
+        now_s += owned.save_cost_s
+        owned.committed_s = now_s
+        saved.append(job)
+
+    monkeypatch.setattr(worker, "_commit", commit)
+    for _ in range(200):
+        worker._owned["large"].session.changes.applied += ["1-0"] * 2_501
+        worker._owned["small"].session.changes.applied.append("1-0")
+        worker._commit_due()
+    assert saved.count("large") == 200
+    assert saved.count("small") >= 6
 
 
 def table(
