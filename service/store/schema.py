@@ -56,7 +56,7 @@ class JobKeys:
     job were those of another.
 
     meta       hash: job, generation, plan (version of the newest), event (id of the newest),
-               registered_at, and the fields of `edition`
+               commits (how many), registered_at, and the fields of `edition`
     messages   stream of telemetry, heartbeats, acks and failures, in order of arrival
     lease      token of the worker that owns the job
     state      hash: detector, steps, session, their large arrays by names made of their content,
@@ -174,23 +174,27 @@ return token
 """
 
 # KEYS: lease, meta
-# ARGV: token, generation, events kept per history, number of events, history, kind and body of each
-# event, and of each command to carry out the number of its parts and the parts
-# Returns 0, and writes nothing, if the token or the generation is not the present one. The token
-# changes with the owner only: extending the lease meanwhile does not matter.
+# ARGV: token, generation, number of commits so far, events kept per history, number of events,
+# history, kind and body of each event, and of each command to carry out the number of its parts and
+# the parts
+# Returns 0, and writes nothing, if the token, the generation or the number is not the present one:
+# a Redis that has lost its last writes, in a crash or to a replica, may still have the lease. The
+# token changes with the owner only: extending the lease meanwhile does not matter.
 COMMIT = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1]
-    or redis.call('HGET', KEYS[2], 'generation') ~= ARGV[2] then return 0 end
+    or redis.call('HGET', KEYS[2], 'generation') ~= ARGV[2]
+    or (redis.call('HGET', KEYS[2], 'commits') or '0') ~= ARGV[3] then return 0 end
 redis.call('PERSIST', KEYS[2])
+redis.call('HINCRBY', KEYS[2], 'commits', 1)
 local now = redis.call('TIME')
 local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 local event = redis.call('HGET', KEYS[2], 'event')
-local at = 5
-for _ = 1, tonumber(ARGV[4]) do
+local at = 6
+for _ = 1, tonumber(ARGV[5]) do
   local ms, number = string.match(event, '(%d+)-(%d+)')
   if now_ms > tonumber(ms) then event = string.format('%.0f-0', now_ms)
   else event = ms .. '-' .. (number + 1) end
-  redis.call('XADD', ARGV[at], 'MAXLEN', '~', ARGV[3], event,
+  redis.call('XADD', ARGV[at], 'MAXLEN', '~', ARGV[4], event,
     'kind', ARGV[at + 1], 'body', ARGV[at + 2])
   at = at + 3
 end

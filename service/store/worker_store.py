@@ -59,7 +59,8 @@ _KEEP_PREDICTORS_S = 90 * 86_400  # since a job last took or made one
 
 @dataclass(frozen=True)
 class Lease:
-    """The exclusive right to work on a job; every commit checks both fields.
+    """The exclusive right to work on a job; every commit checks both fields, and that it follows
+    the last one of this worker.
 
     token       changes with every acquisition, also by the same worker
     generation  changes when the job is registered with other content
@@ -92,6 +93,7 @@ class WorkerStore:
         self._report_loads = self._redis.register_script(REPORT_LOADS)
         self._api_delay = self._redis.register_script(API_DELAY)
         self._urgent: Any = None  # the subscription, once there is one
+        self._commits: dict[str, int] = {}  # number of those of each job acquired, as far as known
 
     def close(self) -> None:
         """Close every connection."""
@@ -137,9 +139,10 @@ class WorkerStore:
         keys = keys_of(job)
         args: list[str | int] = [self.name, int(ttl_s * 1e3)]
         token = self._acquire(keys=[keys.lease, FENCES], args=args)
-        generation = self._redis.hget(keys.meta, "generation")
+        generation, commits = self._redis.hmget(keys.meta, "generation", "commits")
         if token is None or generation is None:
             return None
+        self._commits[job] = int(commits or 0)
         return Lease(job, token, generation)
 
     def renew(self, *leases: Lease, ttl_s: float) -> bool:
@@ -236,7 +239,8 @@ class WorkerStore:
     def commit(self, lease: Lease, commit: Commit) -> None:
         """Save a state and publish the changes that led to it, in one step.
 
-        Raises `LeaseLostError`; nothing was written then.
+        Raises `LeaseLostError`, also where Redis has lost the commit before, on which this one
+        builds; nothing was written then.
         """
         keys, changes = keys_of(lease.job), commit.changes
         commands: list[_Command] = [
@@ -304,14 +308,15 @@ class WorkerStore:
         events: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> None:
         """Carry out commands and append events, all or nothing. Raises `LeaseLostError`."""
-        keys = keys_of(lease.job)
-        args: list[_Part] = [lease.token, lease.generation, self._keep_events, len(events)]
+        keys, known = keys_of(lease.job), self._commits[lease.job]
+        args: list[_Part] = [lease.token, lease.generation, known, self._keep_events, len(events)]
         for kind, document in events:
             args += [keys.histories[Subject.of(kind)], kind, dumps(document)]
         for command in (*commands, ("PUBLISH", NEWS, lease.job)):
             args += [len(command), *command]
         if not self._commit(keys=[keys.lease, keys.meta], args=args):
             raise LeaseLostError(lease.job)
+        self._commits[lease.job] = known + 1
 
 
 def _chunks(ids: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -112,6 +112,31 @@ def test_a_lost_lease_writes_nothing(http: Http, store: WorkerStore, raw: redis.
     assert http.get("/v1/jobs/j")["last_step"] == -1
 
 
+def test_nothing_is_built_on_a_commit_that_redis_has_lost(
+    http: Http, store: WorkerStore, raw: redis.Redis
+):
+    """Redis came back with its data of a moment ago, the lease among them, unnoticed by a worker
+    that was busy: the next commit names a newest plan and leaves out parts of the state."""
+    lease, keys = acquired(store), JobKeys("j")
+    store.commit(lease, commit_of(1))
+    before = {key: raw.dump(key) for key in (keys.meta, keys.plans, keys.digests, keys.state)}
+    _, first, _ = store.load("j")
+    plans = PendingChanges(plans=[replace(first, version=1)])
+    store.commit(lease, Commit(plans, {"array:1": b"1"}, {}, newest=1))
+    for key, dumped in before.items():
+        raw.delete(key)
+        if dumped is not None:
+            raw.restore(key, 0, dumped)
+    following = Commit(PendingChanges(), {"detector": b"3"}, {}, newest=1)
+    with pytest.raises(LeaseLostError):
+        store.commit(lease, following)
+    with pytest.raises(LeaseLostError):
+        store.publish(lease, {"last_step": 2}, [{"step": 2}], "2-0")
+    assert http.get("/v1/jobs/j/plan")["version"] == 0
+    store.commit(acquired(store), commit_of(2))  # from the state that is there
+    assert http.get("/v1/jobs/j")["last_step"] == 2
+
+
 def test_a_worker_whose_lease_has_ended_takes_no_message_from_its_successor(
     http: Http, store: WorkerStore, tmp_path: Path
 ):
