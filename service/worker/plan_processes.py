@@ -75,10 +75,7 @@ class ProcessExecutor:
         return self._threads.submit(self._call, (plan, args, named))
 
     def _call(self, request: tuple[Any, ...]) -> Any:
-        try:
-            process = self._idle.get_nowait()
-        except queue.Empty:
-            process = self._start()
+        process = self._take()
         try:
             answer = process.call(request, self._time_limit_s)
         except BaseException:
@@ -86,6 +83,14 @@ class ProcessExecutor:
             raise
         self._idle.put(process)
         return _result(*answer)
+
+    def _take(self) -> _PlanProcess:
+        """An idle process, or a new one where there is none that lives."""
+        with contextlib.suppress(queue.Empty):
+            while (process := self._idle.get_nowait()).has_ended:
+                self._end(process)
+            return process
+        return self._start()
 
     def _start(self) -> _PlanProcess:
         with self._lock:
@@ -126,6 +131,11 @@ class _PlanProcess:
             start_new_session=True,  # Ctrl-C goes to the worker, which ends this process
         )
         self._is_ready = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it has died, as for want of memory."""
+        return self._process.poll() is not None
 
     def call(self, request: tuple[Any, ...], limit_s: float) -> tuple[str, Any]:
         """Kind and content of the answer. Raises `TimeoutError` and `InfeasibleError`."""

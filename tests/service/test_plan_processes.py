@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -100,6 +101,13 @@ def test_a_process_that_dies_is_replaced(executor: ProcessExecutor) -> None:
     with pytest.raises(RuntimeError, match="TypeError"):
         executor.submit(len, 3).result(WAIT_S)
     assert executor.submit(print, "not an answer").result(WAIT_S) is None
+
+
+def test_an_idle_process_that_has_died_costs_no_plan(executor: ProcessExecutor) -> None:
+    pid = executor.submit(os.getpid).result(WAIT_S)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    assert executor.submit(len, "abc").result(WAIT_S) == 3
 
 
 class _Later:
