@@ -95,18 +95,27 @@ class EmbeddedRedis:
         the data are loaded."""
         try:
             self.data.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = _lock_folder(self.data)
         except OSError as error:
             raise StartError(f"cannot use the data folder {self.data}: {error}") from None
-        if self.socket.parent.stat().st_uid != os.getuid():
-            raise StartError(f"{self.socket.parent} belongs to another user")
-        self._lock = _lock_folder(self.data)
         try:
+            self._make_socket_folder()
             self._spawn()
             self._wait(is_over)
         except BaseException:
             self.stop()
             raise
+
+    def _make_socket_folder(self) -> None:
+        """Make the folder of the socket; under the lock, under which the sidecar before removes it.
+        Raises `StartError`."""
+        folder = self.socket.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StartError(f"cannot use the folder {folder}: {error}") from None
+        if folder.stat().st_uid != os.getuid():
+            raise StartError(f"{folder} belongs to another user")
 
     def _spawn(self) -> None:
         assert self._lock is not None
@@ -165,6 +174,9 @@ class EmbeddedRedis:
                 process.kill()
                 process.wait()
             self.socket.unlink(missing_ok=True)
+        if self._lock is not None and self.socket.parent != self.data.resolve():
+            with contextlib.suppress(OSError):
+                self.socket.parent.rmdir()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
