@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -22,8 +23,11 @@ from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, connect
+from resihp.elastic.reshard import build
 from resihp.elastic.reshard.buffers import ReshardBudget
+from resihp.elastic.reshard.transfer import StateTransfer
 from resihp.elastic.state.events import Callbacks, LayoutChange
+from resihp.elastic.state.phases import Phase
 from resihp.elastic.step import ReducedStep, Setup
 from resihp.elastic.trainer import Trainer
 from resihp.testing.local_ranks import LocalRanks
@@ -77,28 +81,35 @@ CHANGES = (
 
 
 def live(
-    shape: ModelShape, change: Change, *, attach: bool, device: str = "cpu"
+    shape: ModelShape, change: Change, *, attach: bool, device: str = "cpu", warmed: bool = True
 ) -> dict[str, float]:
     """Cost of one change: longest pause and build of a rank, bytes, duration of steps.
 
     Without `attach` ranks exchange through sockets, as those of several hosts do. On "cuda" all of
-    them are on the first device.
+    them are on the first device. A rank that was idle runs no pass before its first step unless it
+    is `warmed`.
     """
-    switches, told = _told(shape, change, 1, attach=attach, device=device)
+    switches, told = _told(shape, change, 1, attach=attach, device=device, warmed=warmed)
     most = {key: max(seen[key] for seen in switches) for key in LONGEST}
     total = {key: sum(seen[key] for seen in switches) for key in TOTAL}
-    extra = max(one["extra_bytes"] for one in told)
-    times = _step_times([one["steps"] for one in told], round(switches[0]["step"]))
-    return {**most, **total, "measured_bytes": extra, **times}
+    extra, first = max(one["extra_bytes"] for one in told), round(switches[0]["step"])
+    times = _step_times([one["steps"] for one in told], first)
+    newcomers = [one["processor_ms"] for one in told if one["steps"][0][0] == first]
+    beyond = max((ms[0] - statistics.median(ms[1:]) for ms in newcomers), default=0.0)
+    return {**most, **total, "measured_bytes": extra, **times, "first_beyond_ms": beyond}
 
 
 def copying_steps(shape: ModelShape, change: Change, changes: int) -> list[dict[str, float]]:
     """Milliseconds of steps of one job that changes its layout so many times, to the new one and
     back: for each change the `copying` step, one of the usual steps of that layout (`another`), and
-    the median of the others (`usual`)."""
+    the median of the others (`usual`); and the processor time of the copy, on all ranks."""
     _, told = _told(shape, change, changes, attach=True, device="cpu")
     ms = _longest([one["steps"] for one in told])
-    return [_copying_step(ms, SWITCHES_BEFORE * number) for number in range(1, changes + 1)]
+    copies = zip(*(one["copy_ms"] for one in told), strict=True)
+    return [
+        {**_copying_step(ms, SWITCHES_BEFORE * number), "processor": sum(copy)}
+        for number, copy in enumerate(copies, 1)
+    ]
 
 
 def _copying_step(ms: dict[int, float], first: int) -> dict[str, float]:
@@ -107,13 +118,19 @@ def _copying_step(ms: dict[int, float], first: int) -> dict[str, float]:
 
 
 def _told(
-    shape: ModelShape, change: Change, changes: int, *, attach: bool, device: str
+    shape: ModelShape,
+    change: Change,
+    changes: int,
+    *,
+    attach: bool,
+    device: str,
+    warmed: bool = True,
 ) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """Run the four ranks; what each tells of the last change, and of all steps."""
     folder = Path(tempfile.mkdtemp(prefix="resihp-resize-"))
     try:
         with LocalRanks("resize", folder) as ranks:
-            ranks.start(range(4), run_rank, shape, change, changes, attach, device, folder)
+            ranks.start(range(4), run_rank, shape, change, changes, attach, device, warmed, folder)
             codes = ranks.wait(600 + 60 * changes)
             assert set(codes.values()) == {0}, ranks.logs()
         switches = [json.loads(path.read_text()) for path in folder.glob("switch-*.json")]
@@ -153,16 +170,29 @@ def run_rank(
     changes: int,
     attach: bool,
     device: str,
+    warmed: bool,
     folder: Path,
 ) -> None:
     """One rank: a few steps in the old layout, the change, a few in the new one; and so on, there
     and back, up to that many changes."""
     torch.set_num_threads(1)
+    if not warmed:
+        mock.patch.object(build, "warm_up_stage").start()
     os.environ["NCCL_HOSTID"] = f"rank{rank}"  # else it refuses ranks that share a device
     timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
     steps: list[tuple[int, float]] = []
-    paused_ms = 0.0
+    processor_ms, copy_ms = list[float](), list[float]()
+    begun = paused_ms = 0.0
     watch = MemoryWatch()
+
+    def copy_state(transfer: StateTransfer, copy: Any = StateTransfer._copy_state) -> None:
+        start = time.thread_time()
+        copy(transfer)
+        copy_ms.append((time.thread_time() - start) * 1e3)
+
+    def on_phase(phase: Phase, completed: int) -> None:
+        nonlocal begun
+        begun = time.process_time() if phase is Phase.ACCUMULATING else begun
 
     def on_layout_change(seen_change: LayoutChange) -> None:
         nonlocal paused_ms
@@ -173,6 +203,7 @@ def run_rank(
     def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
         nonlocal paused_ms
         steps.append((reduced.step, ms - paused_ms))
+        processor_ms.append((time.process_time() - begun) * 1e3)
         paused_ms = 0.0
         watch.phase = {2: "switch", SWITCHES_BEFORE + 1: "after"}.get(reduced.step, watch.phase)
         if reduced.step < SWITCHES_BEFORE * changes:
@@ -186,12 +217,18 @@ def run_rank(
             [_plan(number, *change.side(number)) for number in range(1, changes + 1)],
             lambda version: trainer.completed > SWITCHES_BEFORE * version - 3,
         ),
-        callbacks=Callbacks(on_layout_change=on_layout_change, on_step=on_step),
+        callbacks=Callbacks(on_phase=on_phase, on_layout_change=on_layout_change, on_step=on_step),
         memory=replace(LIMIT, attach=attach),
     )
     watch.start()
-    trainer.run(SWITCHES_BEFORE * changes + STEPS_AFTER)
-    told = {"steps": steps, "extra_bytes": watch.stop()}
+    with mock.patch.object(StateTransfer, "_copy_state", copy_state):
+        trainer.run(SWITCHES_BEFORE * changes + STEPS_AFTER)
+    told = {
+        "steps": steps,
+        "processor_ms": processor_ms,
+        "copy_ms": copy_ms,
+        "extra_bytes": watch.stop(),
+    }
     (folder / f"steps-{rank}.json").write_text(json.dumps(told))
 
 

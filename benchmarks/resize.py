@@ -5,7 +5,11 @@ state is copied and of the first step in the new layout, with the usual step of 
 Lower bound of the bytes: parameters and moments of the ranges that a rank lacks; and, because they
 are copied before the step's update, the gradients of the same ranges.
 With `--copying N` only the duration of those steps, in N changes there and back of one job, beside
-that of a usual step just before, which has no copy, each over the median of the others before it.
+that of a usual step just before, which has no copy, each over the median of the others before it;
+and the processor time of the copy itself, on all ranks.
+With `--warm-up N` only the duration of the first step with a rank that was idle, over a usual step
+of that layout, in N pairs of jobs: one with the warm-up of its stage, and one without; and that
+rank's processor time in it beyond that in its later steps.
 Restart: save with torch's distributed checkpoint, start new processes, build their state, load with
 resharding; the same number of elements, one rank fewer. Both on this machine, nothing emulated.
 """
@@ -22,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +56,11 @@ COLUMNS = (
 )
 COPYING = (
     *("model", "change", "changes", "usual ms"),
-    *("copying", "its quartiles", "another", "quartiles of that"),
+    *("copying", "its quartiles", "another", "quartiles of that", "copy, processor ms"),
+)
+WARM_UP = (
+    *("model", "pairs", "usual ms", "warmed up", "its quartiles", "cold", "quartiles of that"),
+    *("beyond, processor ms", "the same, cold"),
 )
 USUAL_SIZES = ("30M", "100M")
 Seen = dict[str, float]
@@ -81,19 +89,27 @@ def main() -> None:
     parser.add_argument(
         "--copying", type=int, metavar="N", help="the copying steps alone, in so many changes"
     )
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        metavar="N",
+        help="a new rank's first step alone, in so many pairs",
+    )
     options = parser.parse_args()
-    if options.copying is not None and options.copying < 2:
-        parser.error("--copying: at least 2 changes, for quartiles")
+    if options.copying is not None and options.copying < 4:
+        parser.error("--copying: at least 4 changes, for quartiles")
+    if options.warm_up is not None and options.warm_up < 2:
+        parser.error("--warm-up: at least 2 pairs, for quartiles")
     sizes = options.size or USUAL_SIZES
     changes = [c for c in CHANGES if c.name in (options.change or [c.name])]
 
     if options.copying:
-        rows = [copying(size, change, options.copying) for size in sizes for change in changes]
-        print(machine())
-        print_table("Copying steps, and another step, over the usual step", COPYING, rows)
-        if options.json:
-            table = [dict(zip(COPYING, row, strict=True)) for row in rows]
-            write_json(options.json, {"rows": table})
+        rows = [row for s in sizes for c in changes for row in copying(s, c, options.copying)]
+        report("Copying steps, and another step, over the usual step", COPYING, rows, options.json)
+        return
+    if options.warm_up:
+        rows = [warm_up(size, options.warm_up) for size in sizes]
+        report("First step with a new rank, over the usual step", WARM_UP, rows, options.json)
         return
 
     def one_round() -> Round:
@@ -101,14 +117,20 @@ def main() -> None:
 
     rounds = measure(one_round, options.repeats, options.minutes * 60)
     rows = [row for s in sizes for row in summary(s, changes, [one[s] for one in rounds])]
-    print(machine())
     way = "through sockets" if options.sockets else "between ranks of one host"
     title = f"Change of layout: live {way} against stop and restart, medians of {len(rounds)}"
-    print_table(title, COLUMNS, rows)
+    report(title, COLUMNS, rows, options.json, rounds=len(rounds))
     print(f"held twice at most: {LIMIT.limit_bytes >> 20} MiB allowed")
-    if options.json:
-        table = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
-        write_json(options.json, {"rounds": len(rounds), "rows": table})
+
+
+def report(
+    title: str, columns: Sequence[str], rows: list[list[Any]], path: Path | None, **others: int
+) -> None:
+    """Print a table, and write it with `others` where asked."""
+    print(machine())
+    print_table(title, columns, rows)
+    if path:
+        write_json(path, {**others, "rows": [dict(zip(columns, row, strict=True)) for row in rows]})
 
 
 def measure(one_round: Callable[[], Round], repeats: int, most_s: float) -> list[Round]:
@@ -164,15 +186,37 @@ def summary(size: str, changes: list[Change], rounds: list[dict[str, Seen]]) -> 
     return rows
 
 
-def copying(size: str, change: Change, changes: int) -> list[Any]:
-    """Row of the copying steps of one change: times of a usual one, medians and quartiles."""
+def copying(size: str, change: Change, changes: int) -> Iterator[list[Any]]:
+    """Rows of the copying steps of one change and of the way back: medians and quartiles."""
     seen = copying_steps(SHAPES[size], change, changes)
-    usual = statistics.median(one["usual"] for one in seen)
-    row: list[Any] = [f"{_numel(size) / 1e6:.0f}M", change.name, changes, round(usual)]
-    for step in ("copying", "another"):
-        low, middle, high = statistics.quantiles([one[step] / one["usual"] for one in seen], n=4)
-        row += [f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
-    return row
+    for way, some in ((change.name, seen[::2]), ("and back", seen[1::2])):
+        usual = statistics.median(one["usual"] for one in some)
+        row: list[Any] = [f"{_numel(size) / 1e6:.0f}M", way, len(some), round(usual)]
+        for step in ("copying", "another"):
+            row += _quartiles([one[step] / one["usual"] for one in some])
+        yield [*row, round(statistics.median(one["processor"] for one in some))]
+
+
+def warm_up(size: str, pairs: int) -> list[Any]:
+    """Row of the first step of a rank that was idle, with its warm-up and without."""
+    (change,) = (one for one in CHANGES if one.name == "3 -> 4 ranks")
+    both = (True, False)
+    seen = [
+        {warmed: live(SHAPES[size], change, attach=True, warmed=warmed) for warmed in both}
+        for _ in range(pairs)
+    ]
+    usual = statistics.median(one[warmed]["new"] for one in seen for warmed in both)
+    row: list[Any] = [f"{_numel(size) / 1e6:.0f}M", pairs, round(usual)]
+    for warmed in both:
+        row += _quartiles([one[warmed]["first"] / one[warmed]["new"] for one in seen])
+    beyond = (statistics.median(one[warmed]["first_beyond_ms"] for one in seen) for warmed in both)
+    return [*row, *map(round, beyond)]
+
+
+def _quartiles(ratios: list[float]) -> list[str]:
+    """The median, and the other two."""
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return [f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
 
 
 def _numel(size: str) -> int:
