@@ -7,9 +7,9 @@ loops send them: records of the passes of eight or sixteen microbatches at given
 while it asks for that, heartbeats of each rank with sensors, keys of repetition. They are sent by a
 process whose own processor time is shown.
 
-    a   64 ranks of one host; on 8 hosts; and each rank by itself, as without a shared sender.
-        A message every 0.5 s, the default of the hooks
-    b   1,024 ranks on 128 hosts, a message every 0.5 s
+    a   64 ranks of one host, with a message every 0.5 s; on 8 hosts, and each rank by itself, as
+        without a shared sender, every 1 s: the defaults of the hooks
+    b   1,024 ranks on 128 hosts, a message every 1 s
     c   16,384 ranks on 2,048 hosts, 105,000 records/s, a message for each step of 5 s
     d   1,000 jobs of 64 ranks on a host each, 102,000 records/s, steps of 10 s, a message every
         0.5 s; three workers
@@ -61,12 +61,12 @@ _HOST = Load(ranks=64, together=64, step_s=1.0, interval_s=0.5, microbatches=8)
 _CASES = {
     "a": {
         "64 ranks, 1 host": _HOST,
-        "64 ranks, 8 hosts": replace(_HOST, together=8),
-        "64 ranks, each by itself": replace(_HOST, together=1),
+        "64 ranks, 8 hosts": replace(_HOST, together=8, interval_s=1.0),
+        "64 ranks, each by itself": replace(_HOST, together=1, interval_s=1.0),
     },
     "b": {
         "1,024 ranks, 128 hosts": Load(
-            ranks=1_024, together=8, step_s=2.0, interval_s=0.5, microbatches=8, slow=4
+            ranks=1_024, together=8, step_s=2.0, interval_s=1.0, microbatches=8, slow=4
         ),
     },
     "c": {

@@ -14,6 +14,9 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 5.0
 _LONGEST_INTERVAL_S = 30.0
 _HEARTBEATS_PER_S, _MESSAGES_PER_S = 1_000, 400
 """Most of a whole job, whose ranks send less often if they are many."""
+_USUAL_INTERVAL_S, _USUAL_MESSAGES_PER_S = (0.5, 1.0), 8
+"""A message costs the sidecar more than the records in it: the senders of a job leave up to a second
+between theirs where all together would send more of them."""
 
 
 def heartbeat_interval_s(interval_s: float, ranks: int) -> float:
@@ -25,15 +28,20 @@ def heartbeat_interval_s(interval_s: float, ranks: int) -> float:
     return max(interval_s, ranks / _HEARTBEATS_PER_S) if interval_s > 0 else interval_s
 
 
-def message_interval_s(interval_s: float, ranks: int, ranks_per_sender: int) -> float:
-    """Seconds between two messages of records of one sender: `interval_s`, and more in jobs of many
-    senders, up to 30 s.
+def message_interval_s(interval_s: float | None, ranks: int, ranks_per_sender: int) -> float:
+    """Seconds between two messages of records of one sender: `interval_s`, by default 0.5 to 1 s by
+    the number of senders, and more in jobs of many of them, up to 30 s.
 
-    >>> message_interval_s(0.5, 1_024, 8), message_interval_s(0.5, 16_384, 8)
-    (0.5, 5.12)
+    >>> [message_interval_s(None, ranks, 8) for ranks in (32, 64, 1_024, 16_384)]
+    [0.5, 1.0, 1.0, 5.12]
+    >>> message_interval_s(0.1, 64, 8)
+    0.1
     """
-    spread_s = ranks / ranks_per_sender / _MESSAGES_PER_S
-    return max(interval_s, min(spread_s, _LONGEST_INTERVAL_S))
+    senders = ranks / ranks_per_sender
+    if interval_s is None:
+        shortest_s, longest_s = _USUAL_INTERVAL_S
+        interval_s = min(max(senders / _USUAL_MESSAGES_PER_S, shortest_s), longest_s)
+    return max(interval_s, min(senders / _MESSAGES_PER_S, _LONGEST_INTERVAL_S))
 
 
 def is_temporary(error: ServiceError) -> bool:

@@ -58,8 +58,8 @@ class Monitor:
     client         used instead of `url` and `token`
     capacity       records kept until the sidecar accepts them; further ones are dropped
     batch_records  maximum number of records in one message
-    interval_s     time between messages; longer in jobs of more than 200 senders, which are hosts
-                   where their ranks share one
+    interval_s     time between messages; default 0.5 s, 1 s in jobs of eight senders or more, which
+                   are hosts where their ranks share one; longer in jobs of hundreds
     heartbeat_s    time between heartbeats where no message is sent; longer in jobs of more than
                    1,000 ranks; 0: none
     seed           of the jitter between retries; default the rank
@@ -86,7 +86,7 @@ class Monitor:
         client: TelemetryReceiver | None = None,
         capacity: int = 65_536,
         batch_records: int = 8_192,
-        interval_s: float = 0.5,
+        interval_s: float | None = None,
         heartbeat_s: float = 1.0,
         seed: int | None = None,
         probes: bool | None = None,
@@ -415,7 +415,7 @@ def _check(
     job: str | Job | DeferredJob,
     capacity: int,
     batch_records: int,
-    interval_s: float,
+    interval_s: float | None,
     heartbeat_s: float,
 ) -> None:
     if not job:
@@ -423,7 +423,7 @@ def _check(
     for name, value in (("capacity", capacity), ("batch_records", batch_records)):
         if value < 1:
             raise ContractError(name, f"must be 1 or more, not {value}")
-    if not interval_s > 0:
+    if interval_s is not None and not interval_s > 0:
         raise ContractError("interval_s", f"must be above 0, not {interval_s}")
     if not heartbeat_s >= 0:
         raise ContractError("heartbeat_s", f"must be 0 or more, not {heartbeat_s}")

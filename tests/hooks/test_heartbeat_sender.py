@@ -259,11 +259,14 @@ def test_large_jobs_beat_and_send_less_often():
     assert heartbeat_interval_s(1.0, 8) == 1.0
     assert heartbeat_interval_s(1.0, 10_000) == 10.0
     assert heartbeat_interval_s(0.0, 10_000) == 0.0
-    for ranks, together in [(8, 1), (64, 1), (1_024, 8), (1_024, 1), (16_384, 8)]:
-        interval_s = message_interval_s(0.5, ranks, together)
+    for ranks, together in [(4, 1), (8, 1), (64, 8), (64, 1), (1_024, 8), (1_024, 1), (16_384, 8)]:
+        interval_s = message_interval_s(None, ranks, together)
         per_second = ranks / together / interval_s
-        assert interval_s == 0.5 or per_second == pytest.approx(400)
+        assert 0.5 <= interval_s <= 1.0 or per_second == pytest.approx(400)
+        assert per_second <= 8.0 or interval_s >= 1.0
         assert per_second <= 400.0001
+        given_s = message_interval_s(0.01, ranks, together)
+        assert given_s == max(0.01, ranks / together / 400)
     assert message_interval_s(0.5, 100_000, 1) == 30.0
     assert message_interval_s(60.0, 100_000, 1) == 60.0
 
