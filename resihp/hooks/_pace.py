@@ -15,7 +15,7 @@ _LONGEST_INTERVAL_S = 30.0
 _HEARTBEATS_PER_S, _MESSAGES_PER_S = 1_000, 400
 """Most of a whole job, whose ranks send less often if they are many."""
 _USUAL_INTERVAL_S, _USUAL_MESSAGES_PER_S = (0.5, 1.0), 8
-"""A message costs the sidecar more than the records in it: the senders of a job leave up to a second
+"""A message costs the sidecar more than its records: the senders of a job leave up to a second
 between theirs where all together would send more of them."""
 
 
