@@ -65,6 +65,7 @@ class Detector(Persistent):
 
     predictor   a fitted `detector.Predictor` of an earlier job of the same model and device type;
                 without one the job trains its own
+    begun       ranks as which other processes began by the heartbeats taken last
     """
 
     _saved = (
@@ -94,6 +95,7 @@ class Detector(Persistent):
         self._pending, self._notes = {}, {}
         self._recent = RecentSteps()
         self._ahead = deque(maxlen=_MOST_AHEAD)
+        self.begun: list[int] = []
 
     @property
     def predictor(self) -> Predictor | None:
@@ -252,9 +254,11 @@ class Detector(Persistent):
         """
         before, failed = self._layout_state.snapshot(), list[Verdict]()
         explained, outside = list[int](), list[Verdict]()
+        self.begun = []
         for heartbeat in heartbeats:
             known = [rank for rank in heartbeat.ranks if self._is_known(rank)]
             self.counters["unknown_ranks"] += len(heartbeat.ranks) - len(known)
+            self.begun += [r for r in known if self._processes.is_another(r, heartbeat)]
             ranks = [rank for rank in known if self._processes.is_newest(rank, heartbeat)]
             if heartbeat.left:
                 self._processes.end(ranks, failed=bool(heartbeat.error))
@@ -268,6 +272,7 @@ class Detector(Persistent):
             for rank in ranks if self._notes else ():
                 replaced = self._processes.is_successor(rank, heartbeat)
                 outside += self._revive(rank, replaced=replaced)
+        self._layout_state.assembler.progress.expect(self.begun)
         causes = self._verdicts_at(self._positions(explained))
         found = (*failed, *self._changed(before), *causes, *outside)
         changed = {verdict.rank: verdict for verdict in found}

@@ -33,6 +33,11 @@ class RankProcesses(Persistent):
         self._hanging = Hangs()
         self._now = 0.0
 
+    def is_another(self, rank: int, heartbeat: Heartbeat) -> bool:
+        """Return whether a heartbeat is the first of a process that works as a rank."""
+        process, _ = self._newest.get(rank, ("", 0))
+        return not heartbeat.left and heartbeat.process not in ("", process)
+
     def is_newest(self, rank: int, heartbeat: Heartbeat) -> bool:
         """Note the process of a rank; return whether the heartbeat is its newest."""
         process, sequence = self._newest.get(rank, ("", 0))

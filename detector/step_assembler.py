@@ -73,13 +73,14 @@ class StepProgress(Persistent):
 
     ranks     ranks of the layout, sorted
     expected  records of each rank and step; None where it is not known
+    is_begun  ranks as which other processes work that have sent nothing yet
     late      records of the last message whose steps were closed before
     astray    records of the last message that are too far ahead of all other steps
     """
 
     _saved = (
         "silent", "_habit", "_counts", "_most", "_open", "_closed", "_gap", "_fills", "_messages",
-        "_heard_at", "_newest", "_back", "_back_at", "_behind",
+        "_heard_at", "_newest", "is_begun", "_begins_back", "_back", "_back_at", "_behind",
     )  # fmt: skip
     _open: dict[int, _OpenStep]
     _behind: deque[TelemetryBatch]
@@ -98,6 +99,8 @@ class StepProgress(Persistent):
         self.late = self.astray = 0
         self._most_open = max(_LEAST_OPEN, min(_MOST_OPEN, _MOST_COUNTS // size))
         self._newest = np.full(size, -1, np.int64)
+        self.is_begun = np.zeros(size, bool)
+        self._begins_back = np.zeros(size, bool)  # at an earlier step
         self._back = np.zeros(size, bool)
         self._back_at = np.full(size, -1, np.int64)
         self._behind = deque(maxlen=max(_LEAST_BEHIND, 2 * size))
@@ -115,6 +118,11 @@ class StepProgress(Persistent):
     def index(self, ranks: NDArray[np.integer]) -> Ints:
         """Positions of ranks; -1 for those that are not in the layout."""
         return positions(self.ranks, ranks)
+
+    def expect(self, ranks: Iterable[int]) -> None:
+        """Note that other processes work as these ranks now, perhaps from an earlier step on."""
+        at = self.index(np.array(list(ranks), np.int64))
+        self.is_begun[at[at >= 0]] = True
 
     def admit(self, batch: TelemetryBatch) -> TelemetryBatch:
         """The records of a message that belong to open steps of this layout."""
@@ -163,14 +171,20 @@ class StepProgress(Persistent):
     def _track_restart(self, batch: TelemetryBatch, index: Ints, usable: Bools) -> None:
         """Finds ranks that continue from an earlier step than messages overtake each other by, or
         from one out of reach of all ranks' newest: in two messages running, the second of a later
-        step, since one may be a repetition or an error."""
-        newest = np.full(self.ranks.size, -1, np.int64)
+        step, since one may be a repetition or an error. Of another process than before the first
+        message tells, by its earliest step: it may hold all steps up to where the job was."""
+        newest, oldest = np.full(self.ranks.size, -1, np.int64), self._newest.copy()
         np.maximum.at(newest, index[usable], batch.step[usable])
+        np.minimum.at(oldest, index[usable], batch.step[usable])
         seen = newest >= 0
-        back = seen & (newest + _LAG_STEPS < self._newest)
+        begins = seen & self.is_begun & (oldest + _LAG_STEPS < self._newest)
+        self._begins_back = (self._begins_back | begins) & (newest <= self.newest)
+        self.is_begun &= ~seen
+        begins = seen & self._begins_back
+        back = begins | (seen & (newest + _LAG_STEPS < self._newest))
         if self.newest >= 0:
             back |= seen & (np.abs(newest - self.newest) > _REACH_STEPS)
-        continues = back & (self._back_at >= 0) & (newest > self._back_at)
+        continues = begins | (back & (self._back_at >= 0) & (newest > self._back_at))
         self._back = np.where(seen, back & (continues | self._back), self._back)
         self._back_at = np.where(seen, np.where(back, newest, -1), self._back_at)
         self._newest = np.where(back, self._newest, np.maximum(self._newest, newest))

@@ -176,6 +176,7 @@ class JobSession:
 
     def _heartbeat(self, message: JobMessage) -> None:
         changed = self._detector.take_heartbeats(message.heartbeats(), self._state.clock.latest_s)
+        self._steps.expect(self._detector.begun)
         if changed:
             self._report(changed)
 

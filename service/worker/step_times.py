@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from detector.persistence import Persistent
 from detector.step_assembler import StepProgress, by_step
 from resihp.contracts import Op, TelemetryBatch
+from resihp.contracts.telemetry import MOST_STEP
 
 RankTime = tuple[float, float, float, float]
 """Milliseconds of one rank in one step: forward and backward computing, waiting in both, and all
@@ -52,6 +53,10 @@ class StepTimes(Persistent):
         """Return whether one of these ranks is in the layout."""
         return not self._ranks.isdisjoint(ranks)
 
+    def expect(self, ranks: Iterable[int]) -> None:
+        """Note that other processes work as these ranks from now on."""
+        self._progress.expect(ranks)
+
     def add(self, batch: TelemetryBatch, lost: Iterable[int] = ()) -> list[StepTime]:
         """Adds records; returns the steps that became whole. `lost` ranks are not waited for."""
         found = self._add(batch, lost)
@@ -63,6 +68,8 @@ class StepTimes(Persistent):
         return found
 
     def _add(self, batch: TelemetryBatch, lost: Iterable[int]) -> list[StepTime]:
+        if self._progress.is_begun.any():
+            self._drop_attempts(batch)
         batch = self._progress.admit(batch)
         if self._progress.newest >= 0:  # may be earlier than before on another layout
             self.last_step = self._progress.newest
@@ -77,6 +84,15 @@ class StepTimes(Persistent):
             if self._progress.is_full:
                 found += map(self._close, self._progress.close(lost))
         return [*found, *map(self._close, self._progress.close(lost))]
+
+    def _drop_attempts(self, batch: TelemetryBatch) -> None:
+        """Drop what the processes before had done of the steps that others now do again."""
+        index = self._progress.index(batch.rank)
+        for at in np.flatnonzero(self._progress.is_begun):
+            first = batch.step[index == at].min(initial=MOST_STEP)
+            for step, times_ms in self._times_ms.items():
+                if step >= first:
+                    times_ms[at] = 0.0
 
     def move(self, ranks: Collection[int]) -> list[StepTime]:
         """Starts on another layout. Returns the open steps that all ranks of the old layout have

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from detector import Detector
-from resihp.contracts import Job, Layout, Status, TelemetryBatch
+from resihp.contracts import Heartbeat, Job, Layout, Status, TelemetryBatch
 from resihp.testing.scenarios import Fault, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
@@ -82,3 +82,90 @@ def test_a_name_is_no_younger_than_the_step_to_which_the_job_goes_back() -> None
     assert detector.counters["restarts"] == 1
     named = detector.verdicts()[5]
     assert (named.status, named.since_step, named.step) == (Status.FAIL_SLOW, 10, 14)
+
+
+FEW = Job(
+    name="few",
+    layout=Layout.grid(dp=2, pp=1, tp=1, layers=1),
+    microbatches=2,
+    tokens_per_microbatch=512,
+)
+
+
+def beat(detector: Detector, run: int, ranks: Iterable[int] = (0, 1), sequence: int = 1) -> None:
+    """The ranks' processes of a run say that they live."""
+    beats = [Heartbeat(ranks=(rank,), process=f"{run}-{rank}", sequence=sequence) for rank in ranks]
+    detector.take_heartbeats(beats, float(run))
+
+
+def messages(run: int, steps_each: int, by: str, *, slow: bool) -> list[TelemetryBatch]:
+    """A run of 40 steps, in messages of so many steps of one rank, in turns or one rank first."""
+    faults = [Fault(rank=1, factor=2.0, from_step=0)] if slow else []
+    whole = TelemetryBatch.concat(
+        steps_of(FEW, np.full(3000, 512), steps=40, seed=run, faults=faults)
+    )
+    found = [
+        whole.select((whole.rank == rank) & (whole.step // steps_each == part))
+        for part in range(-(-40 // steps_each))
+        for rank in (0, 1)
+    ]
+    return found if by == "turns" else found[::2] + found[1::2]
+
+
+@pytest.mark.parametrize("by", ["turns", "rank"])
+@pytest.mark.parametrize("steps_each", [1, 10, 14, 20, 40])
+def test_a_run_of_other_processes_begins_with_their_first_messages(
+    steps_each: int, by: str
+) -> None:
+    detector = Detector(FEW)
+    for run in range(4):
+        beat(detector, run)
+        for message in messages(run, steps_each, by, slow=run > 0):
+            detector.update(message)
+        assert detector.counters["restarts"] == run
+    alone = Detector(FEW)
+    for message in messages(3, steps_each, by, slow=True):
+        alone.update(message)
+    found, due = detector.verdicts()[1], alone.verdicts()[1]
+    assert (found.status, found.step) == (due.status, due.step)
+    assert due.status is Status.FAIL_SLOW or by == "rank"  # some steps are closed without rank 1
+
+
+def test_another_process_that_goes_on_where_the_job_was_begins_no_run() -> None:
+    detector = Detector(FEW)
+    sent = messages(0, 4, "turns", slow=False)
+    beat(detector, 0)
+    for message in sent[:10]:
+        detector.update(message)
+    beat(detector, 1)
+    for message in [*sent[8:10], *sent[10:]]:  # the last messages were repeated, by others
+        detector.update(message)
+    assert detector.counters["restarts"] == 0
+    assert detector.verdicts()[0].step == 39
+
+
+def test_one_of_many_ranks_that_goes_back_begins_no_run() -> None:
+    detector = Detector(FEW)
+    sent = messages(0, 4, "turns", slow=False)
+    beat(detector, 0)
+    for message in sent[:10]:
+        detector.update(message)
+    beat(detector, 1, ranks=[1])
+    for message in (sent[1], sent[3]):
+        detector.update(message)
+    for message in sent[10:]:
+        detector.update(message)
+    assert detector.counters["restarts"] == 0
+    assert detector.verdicts()[0].step == 39
+
+
+def test_that_other_processes_began_survives_saving() -> None:
+    detector = Detector(FEW)
+    for run in range(2):
+        beat(detector, run)
+        for message in messages(run, 40, "rank", slow=False):
+            detector = Detector.restore(FEW, detector.save())
+            detector.update(message)
+    assert detector.counters["restarts"] == 1
+    beat(detector, 1, sequence=2)
+    assert detector.begun == []

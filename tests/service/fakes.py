@@ -58,6 +58,7 @@ class FakeDetector:
         self.beats: dict[int, float] = {}
         self.transfers: dict[tuple[int, int], tuple[float, int]] = {}
         self.counters = {"restarts": 0}
+        self.begun: list[int] = []
 
     def update(self, batch: TelemetryBatch) -> list[Verdict]:
         if 666 in batch.microbatch:

@@ -88,3 +88,34 @@ def test_after_an_outage_all_ranks_are_waited_for_though_one_is_three_messages_a
         closed += times.add(message(rank, range(part * length, (part + 1) * length)))
     assert [step.step for step in closed] == list(range(5 * length - 1))
     assert {len(step.ranks) for step in closed} == {8}
+
+
+def test_a_run_of_other_processes_begins_with_their_first_messages():
+    times = StepTimes([0, 1])
+    for _ in range(2):
+        times.expect([0, 1])
+        closed = times.add(message(0, range(40))) + times.add(message(1, range(40), ms=30.0))
+        assert [step.step for step in closed] == list(range(39))
+        assert times.last_step == 39
+
+
+def test_a_step_that_other_processes_do_again_counts_once():
+    times = StepTimes([0, 1])
+    for rank in (0, 1):
+        times.add(message(rank, range(6)))
+        times.add(message(rank, [6]).select([0]))  # they end in the middle of it
+    times.expect([0, 1])
+    closed = [step for rank in (0, 1) for step in times.add(message(rank, range(6, 9)))]
+    assert [(step.step, step.observed_ms) for step in closed] == [(6, 10.0), (7, 10.0)]
+
+
+def test_of_what_a_process_replaced_by_no_other_sent_nothing_is_dropped():
+    times = StepTimes([0, 1])
+    for rank in (0, 1):
+        times.add(message(rank, range(6)))
+        times.add(message(rank, [6]).select([0]))
+    times.expect([5])  # of no rank of the layout
+    closed = [
+        step for rank in (0, 1) for step in times.add(message(rank, [6, 7]).select([1, 2, 3]))
+    ]
+    assert [(step.step, step.observed_ms) for step in closed] == [(6, 10.0)]
