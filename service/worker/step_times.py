@@ -88,11 +88,11 @@ class StepTimes(Persistent):
     def _drop_attempts(self, batch: TelemetryBatch) -> None:
         """Drop what the processes before had done of the steps that others now do again."""
         index = self._progress.index(batch.rank)
-        for at in np.flatnonzero(self._progress.is_begun):
-            first = batch.step[index == at].min(initial=MOST_STEP)
-            for step, times_ms in self._times_ms.items():
-                if step >= first:
-                    times_ms[at] = 0.0
+        begun = (index >= 0) & self._progress.is_begun[index]
+        first = np.full(self._progress.ranks.size, MOST_STEP + 1)
+        np.minimum.at(first, index[begun], batch.step[begun])
+        for step, times_ms in self._times_ms.items():
+            times_ms[first <= step] = 0.0
 
     def move(self, ranks: Collection[int]) -> list[StepTime]:
         """Starts on another layout. Returns the open steps that all ranks of the old layout have

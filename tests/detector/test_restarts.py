@@ -131,29 +131,21 @@ def test_a_run_of_other_processes_begins_with_their_first_messages(
     assert due.status is Status.FAIL_SLOW or by == "rank"  # some steps are closed without rank 1
 
 
-def test_another_process_that_goes_on_where_the_job_was_begins_no_run() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "again"),
+    [
+        pytest.param([0, 1], [8, 9], id="all go on where the job was"),
+        pytest.param([1], [1, 3], id="one of them goes back"),
+    ],
+)
+def test_other_processes_that_begin_no_run(ranks: list[int], again: list[int]) -> None:
     detector = Detector(FEW)
     sent = messages(0, 4, "turns", slow=False)
     beat(detector, 0)
     for message in sent[:10]:
         detector.update(message)
-    beat(detector, 1)
-    for message in [*sent[8:10], *sent[10:]]:  # the last messages were repeated, by others
-        detector.update(message)
-    assert detector.counters["restarts"] == 0
-    assert detector.verdicts()[0].step == 39
-
-
-def test_one_of_many_ranks_that_goes_back_begins_no_run() -> None:
-    detector = Detector(FEW)
-    sent = messages(0, 4, "turns", slow=False)
-    beat(detector, 0)
-    for message in sent[:10]:
-        detector.update(message)
-    beat(detector, 1, ranks=[1])
-    for message in (sent[1], sent[3]):
-        detector.update(message)
-    for message in sent[10:]:
+    beat(detector, 1, ranks)
+    for message in [*(sent[number] for number in again), *sent[10:]]:
         detector.update(message)
     assert detector.counters["restarts"] == 0
     assert detector.verdicts()[0].step == 39
