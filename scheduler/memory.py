@@ -74,8 +74,8 @@ class MemoryFootprint:
         token and hidden unit, with full recomputation 2 (Korthikanti et al., 2022, eq. 2).
         """
         memory, model = job.memory, job.model
-        owners = replicas if memory.sharded_optimizer else 1
-        per_param = memory.bytes_per_param + memory.optimizer_bytes_per_param / owners
+        held = min(1.0, memory.optimizer_copies / replicas) if memory.sharded_optimizer else 1.0
+        per_param = memory.bytes_per_param + memory.optimizer_bytes_per_param * held
         layer, table = (model.layer_params, model.embedding_params) if model else (0, 0)
         reduced = memory.reduce_bytes_per_param if replicas > 1 else 0.0
         activations = memory.layer_activations or RankAmount(split=_derived_activations(job))

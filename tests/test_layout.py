@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -13,13 +14,19 @@ from resihp.contracts import Layout, Replica, Stage, StateLostError
 from resihp.layout import (
     Param,
     Parameters,
+    StateCopies,
+    StateRanges,
     boundary_transfers,
+    containing,
     gradient_reductions,
     holdings,
     least_numel,
     microbatch_ranges,
     moves,
+    shards,
     split,
+    state_blocks,
+    state_ranges,
     writers,
 )
 
@@ -146,6 +153,103 @@ def test_moves_bring_every_rank_exactly_what_it_lacks(
             assert (have[start:stop] == 1).all()
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_BLOCK_NUMEL", 6)
+
+
+@given(any_layout, st.integers(1, 3), st.sampled_from([PARAMETERS, TIED]))
+@settings(deadline=None, max_examples=100)
+def test_the_optimizer_state_of_each_row_is_on_as_many_ranks_as_asked(
+    layout: Layout, copies: int, parameters: Parameters
+) -> None:
+    """Each holds the parameter; ranges do not overlap; no rank has much more than the others."""
+    held = holdings(layout, parameters)
+    state = state_ranges(layout, parameters, StateCopies(copies))
+    assert set(state) == set(layout.ranks)
+    counts = {param: np.zeros(param.size, int) for param in parameters.all}
+    for rank, ranges in state.items():
+        for param, spans in ranges.items():
+            assert all(a[1] < b[0] for a, b in pairwise(spans))
+            assert held[rank][param][0] <= spans[0][0] < spans[-1][1] <= held[rank][param][1]
+            for span in spans:
+                counts[param][slice(*span)] += 1
+    for reduction in gradient_reductions(layout, parameters):
+        for param, (start, stop) in reduction.pieces:
+            assert (counts[param][start:stop] == min(copies, len(reduction.ranks))).all()
+    for ranks, blocks in state_blocks(layout, parameters, StateCopies(copies)).items():
+        loads = [sum(block.numel for block in blocks if rank in block.ranks) for rank in ranks]
+        assert max(loads) <= sum(loads) / len(ranks) + 2 * max(block.numel for block in blocks)
+
+
+@given(
+    any_layout,
+    any_layout,
+    st.sets(st.integers(0, RANKS - 1), max_size=2),
+    st.builds(StateCopies, st.integers(1, 3), st.sampled_from([1, 4])),
+)
+@settings(deadline=None, max_examples=150)
+def test_moves_of_sharded_state_bring_every_rank_exactly_what_it_lacks(
+    old: Layout, new: Layout, lost: set[int], copies: StateCopies
+) -> None:
+    if set(new.ranks) & lost:
+        return
+    before = {r: h for r, h in state_ranges(old, PARAMETERS, copies).items() if r not in lost}
+    try:
+        planned = moves(old, new, PARAMETERS, lost=lost, copies=copies)
+    except StateLostError:
+        assert _rows(before) != _rows(state_ranges(old, PARAMETERS, copies))
+        return
+    least = least_numel(old, new, PARAMETERS, lost=lost, copies=copies)
+    assert sum(move.numel for move in planned) == least
+    for move in planned:
+        containing(before[move.source], move.param, (move.start, move.stop))
+    brought = {rank: _rows({rank: ranges}) for rank, ranges in before.items()}
+    for move in planned:
+        rows = {(move.param, row) for row in range(move.start, move.stop)}
+        assert not rows & brought.setdefault(move.target, set())
+        brought[move.target] |= rows
+    for rank, ranges in state_ranges(new, PARAMETERS, copies).items():
+        assert _rows({rank: ranges}) <= brought.get(rank, set())
+
+
+def test_copies_of_one_range_are_on_two_nodes() -> None:
+    rows = tuple((Param(f"layers.{i}.w", (512, 4), 0),) for i in range(LAYERS))
+    layout = Layout.grid(dp=6, pp=1, tp=1, layers=LAYERS)
+    for ranks_per_node in (2, 3):
+        copies = StateCopies(2, ranks_per_node)
+        (blocks,) = state_blocks(layout, Parameters(rows), copies).values()
+        assert all(len({rank // ranks_per_node for rank in b.ranks}) == 2 for b in blocks)
+        loads = [sum(b.numel for b in blocks if rank in b.ranks) for rank in layout.ranks]
+        assert max(loads) < 1.1 * sum(loads) / len(loads)
+
+
+def _rows(held: Mapping[int, StateRanges]) -> set[tuple[Param, int]]:
+    return {
+        (param, row)
+        for ranges in held.values()
+        for param, spans in ranges.items()
+        for span in spans
+        for row in range(*span)
+    }
+
+
+@pytest.mark.parametrize("dp", [3, 4, 8])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_loss_moves_hardly_more_than_what_was_lost(dp: int, copies: int) -> None:
+    """With a copy of each range nothing is lost; nearly all that others hold stays where it is."""
+    rows = [Param(f"layers.{i}.w", (512, 4), 0) for i in range(LAYERS)]
+    parameters = Parameters(tuple((row,) for row in rows))
+    old = Layout.grid(dp=dp, pp=1, tp=1, layers=LAYERS)
+    new = Layout(old.replicas[1:])
+    lost = () if copies == 1 else (0,)
+    moved = sum(
+        move.numel for move in moves(old, new, parameters, lost=lost, copies=StateCopies(copies))
+    )
+    share = copies * sum(row.size * row.row_numel for row in rows) / dp
+    assert 0.9 * share < moved < 1.5 * share
+
+
 def _something_is_gone(held: dict[int, dict[Param, tuple[int, int]]]) -> bool:
     everything = (*PARAMETERS.first, *(p for ps in PARAMETERS.layers for p in ps), *PARAMETERS.last)
     for param in everything:
@@ -229,17 +333,22 @@ def test_a_tied_parameter_moves_once_to_a_rank_that_lacks_it(old: Layout, new: L
     assert sum(move.numel for move in planned) == least_numel(old, new, TIED)
 
 
-@given(any_layout, st.sampled_from([PARAMETERS, TIED]))
+@given(
+    any_layout,
+    st.sampled_from([PARAMETERS, TIED]),
+    st.sampled_from([None, *map(StateCopies, (1, 2, 3))]),
+)
 @settings(deadline=None, max_examples=60)
 def test_the_state_is_written_exactly_once_by_ranks_that_hold_it(
-    layout: Layout, parameters: Parameters
+    layout: Layout, parameters: Parameters, copies: StateCopies | None
 ) -> None:
-    held, written = holdings(layout, parameters), writers(layout, parameters)
+    held = state_ranges(layout, parameters, copies)
+    written = writers(layout, parameters, copies)
     assert set(written) == set(layout.ranks)
     rows: list[tuple[Param, int]] = []
     for rank, spans in written.items():
         for param, (start, stop) in spans:
-            assert held[rank][param][0] <= start < stop <= held[rank][param][1]
+            containing(held[rank], param, (start, stop))
             rows += [(param, row) for row in range(start, stop)]
     assert len(rows) == len(set(rows)) == sum(param.size for param in parameters.all)
 

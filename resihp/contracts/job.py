@@ -122,9 +122,10 @@ class Memory:
     """Memory budget of a device and what a parameter and a microbatch cost.
 
     `budget_bytes` None means unlimited. A parameter costs `bytes_per_param` with its gradient and
-    `optimizer_bytes_per_param` of optimizer state, the latter divided by the number of replicas
-    where `sharded_optimizer`. Activations: `activation_bytes_per_layer` for one microbatch of
-    one whole layer; None derives it from the model shape and the tokens.
+    `optimizer_bytes_per_param` of optimizer state; where `sharded_optimizer`, replicas hold
+    `optimizer_copies` of the latter between them, and no replica more than one. Activations:
+    `activation_bytes_per_layer` for one microbatch of one whole layer; None derives it from the
+    model shape and the tokens.
 
     Measured figures are finer, e.g. those of `resihp.elastic.measure_memory`:
     layer_params, first_params, last_params  parameters of a layer, of embedding and of head; in
@@ -149,6 +150,7 @@ class Memory:
     bytes_per_param: float = 4.0
     optimizer_bytes_per_param: float = 12.0
     sharded_optimizer: bool = False
+    optimizer_copies: int = 1
     activation_bytes_per_layer: int | None = None
     layer_params: RankAmount | None = None
     first_params: RankAmount | None = None
@@ -169,6 +171,7 @@ class Memory:
     def __post_init__(self) -> None:
         make_plain(self, whole_number, "budget_bytes", least=1, optional=True)
         make_plain(self, whole_number, "activation_bytes_per_layer", least=0, optional=True)
+        make_plain(self, whole_number, "optimizer_copies", least=1)
         make_plain(self, number, "bytes_per_param", "optimizer_bytes_per_param", least=0.0)
         make_plain(self, number, "reduce_bytes_per_param", "update_bytes_per_param", least=0.0)
         make_plain(self, number, "boundary_bytes", least=0.0)

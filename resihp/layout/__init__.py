@@ -12,23 +12,46 @@ from .communication import (
     microbatch_ranges,
     transfer_pairs,
 )
-from .moves import Move, holdings, least_numel, moves, writers
+from .moves import Move, least_numel, moves, writers
 from .parameters import Param, Parameters, Range, split
+from .shards import (
+    Blocks,
+    StateBlock,
+    StateCopies,
+    StateRange,
+    StateRanges,
+    by_param,
+    containing,
+    holdings,
+    ranges_of,
+    state_blocks,
+    state_ranges,
+)
 
 __all__ = [
     "ActivationTransfer",
+    "Blocks",
     "GradientReduction",
     "Move",
     "Param",
     "Parameters",
     "Range",
+    "StateBlock",
+    "StateCopies",
+    "StateRange",
+    "StateRanges",
     "boundary_transfers",
+    "by_param",
+    "containing",
     "gradient_reductions",
     "holdings",
     "least_numel",
     "microbatch_ranges",
     "moves",
+    "ranges_of",
     "split",
+    "state_blocks",
+    "state_ranges",
     "transfer_pairs",
     "writers",
 ]

@@ -1,15 +1,16 @@
-"""Shards of every rank, the moves between two layouts, and the writers of a complete state."""
+"""Moves of state between two layouts, and the writers of a complete state."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 from resihp.contracts import Layout, StateLostError
 
 from .parameters import Param, Parameters, Range, refine, without
+from .shards import StateCopies, StateRanges, state_ranges
 
 _Queue = list[tuple[int, int]]
 """Heap of (elements sent, rank). A rank may be in several heaps, so entries can be out of date."""
@@ -31,34 +32,30 @@ class Move:
         return (self.stop - self.start) * self.param.row_numel
 
 
-def holdings(layout: Layout, parameters: Parameters) -> dict[int, dict[Param, Range]]:
-    """Range of each parameter that each rank of the layout holds."""
-    held: dict[int, dict[Param, Range]] = {}
-    for replica in layout.replicas:
-        for pp, stage in enumerate(replica.stages):
-            ranges = [(p, p.ranges(stage.shares)) for p in parameters.of_stage(replica, pp)]
-            for index, rank in enumerate(stage.ranks):
-                held[rank] = {param: r[index] for param, r in ranges if r[index][0] < r[index][1]}
-    return held
-
-
 def moves(
-    old: Layout, new: Layout, parameters: Parameters, *, lost: Collection[int] = ()
+    old: Layout,
+    new: Layout,
+    parameters: Parameters,
+    *,
+    lost: Collection[int] = (),
+    copies: StateCopies | None = None,
 ) -> tuple[Move, ...]:
     """Moves that turn `old` into `new` when the ranks in `lost` cannot send.
+
+    copies  of the optimizer state of each range, which moves with the parameter; None: on all
+            ranks that hold the parameter
 
     A rank receives only what it does not hold, so the number of bytes is minimal; among the
     holders of a range, the one that has sent least sends it. Deterministic. Raises
     `StateLostError` with the ranges that no surviving rank holds.
     """
-    before = {r: held for r, held in holdings(old, parameters).items() if r not in lost}
+    before = _alive(old, parameters, lost, copies)
     selector = SenderSelector(before)
     planned: list[Move] = []
     missing: set[str] = set()
-    for target, held in sorted(holdings(new, parameters).items()):
-        for param, span in held.items():
-            own = before.get(target, {}).get(param)
-            for need in without(span, own):
+    for target, held in sorted(state_ranges(new, parameters, copies).items()):
+        for param, spans in held.items():
+            for need in _needs(spans, before.get(target, {}).get(param, ())):
                 for (start, stop), source in selector.senders(param, need):
                     if source is None:
                         missing.add(f"{param.key}[{start}:{stop}]")
@@ -71,30 +68,51 @@ def moves(
 
 
 def least_numel(
-    old: Layout, new: Layout, parameters: Parameters, *, lost: Collection[int] = ()
+    old: Layout,
+    new: Layout,
+    parameters: Parameters,
+    *,
+    lost: Collection[int] = (),
+    copies: StateCopies | None = None,
 ) -> int:
     """Lower bound of the elements to move: those that a rank holds after and not before."""
-    before = {r: held for r, held in holdings(old, parameters).items() if r not in lost}
+    before = _alive(old, parameters, lost, copies)
     return sum(
-        sum(stop - start for start, stop in without(span, before.get(rank, {}).get(param)))
-        * param.row_numel
-        for rank, held in holdings(new, parameters).items()
-        for param, span in held.items()
+        (stop - start) * param.row_numel
+        for rank, held in state_ranges(new, parameters, copies).items()
+        for param, spans in held.items()
+        for start, stop in _needs(spans, before.get(rank, {}).get(param, ()))
     )
 
 
-def writers(layout: Layout, parameters: Parameters) -> dict[int, list[tuple[Param, Range]]]:
+def writers(
+    layout: Layout, parameters: Parameters, copies: StateCopies | None = None
+) -> dict[int, list[tuple[Param, Range]]]:
     """Ranges that each rank writes, so that the whole state is written exactly once.
 
     Of several holders of a range, the one that has written least writes it. Deterministic.
     """
-    selector = SenderSelector(holdings(layout, parameters))
+    selector = SenderSelector(state_ranges(layout, parameters, copies))
     written: dict[int, list[tuple[Param, Range]]] = {rank: [] for rank in layout.ranks}
     for param in parameters.all:
         for span, rank in selector.senders(param, (0, param.size)):
             assert rank is not None, "every layout holds every range"
             written[rank].append((param, span))
     return written
+
+
+def _alive(
+    layout: Layout, parameters: Parameters, lost: Collection[int], copies: StateCopies | None
+) -> dict[int, StateRanges]:
+    held = state_ranges(layout, parameters, copies)
+    return {rank: ranges for rank, ranges in held.items() if rank not in lost}
+
+
+def _needs(spans: Sequence[Range], held: Sequence[Range]) -> list[Range]:
+    """Parts of `spans` outside all ranges `held`."""
+    for one in held:
+        spans = [part for span in spans for part in without(span, one)]
+    return [*spans]
 
 
 class SenderSelector:
@@ -104,11 +122,12 @@ class SenderSelector:
     job thousands of ranks hold a range and thousands need it.
     """
 
-    def __init__(self, held_by: Mapping[int, Mapping[Param, Range]]) -> None:
+    def __init__(self, held_by: Mapping[int, StateRanges]) -> None:
         by_span: dict[Param, dict[Range, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank, held in sorted(held_by.items()):
-            for param, span in held.items():
-                by_span[param][span].append(rank)
+            for param, ranges in held.items():
+                for span in ranges:
+                    by_span[param][span].append(rank)
         self._sent = dict.fromkeys(held_by, 0)
         queues: dict[tuple[int, ...], _Queue] = {}
         self._queues: dict[Param, dict[Range, _Queue]] = {}
