@@ -95,13 +95,13 @@ class ReshardCoordinator:
     def refusal(self, plan: Plan) -> str | None:
         """Reason for which this job does not change to `plan`, or None."""
         setup, current = self._context.setup, self._state.plan
-        parameters, copies = setup.model.parameters, setup.optimizer.copies + 1
+        parameters, moments = setup.model.parameters, setup.optimizer.copies - 1
         try:
             check_plan(plan, parameters, current.microbatches, setup.max_in_flight)
         except ContractError as error:
             return str(error)
         budget = self._context.budget.on(self._context.setup.device)
-        return budget.refusal(current.layout, plan.layout, parameters, copies)
+        return budget.refusal(current.layout, plan.layout, parameters, moments, setup.state_copies)
 
     @property
     def is_transferring(self) -> bool:

@@ -51,8 +51,8 @@ class Recovery:
         self._coordinator.abort_groups()
         decision = agree(rendezvous, self._report(), state.plan.microbatches)
         self._settle(decision)
-        if decision.completed >= steps:
-            return
+        if decision.completed >= steps and self._setup.optimizer_replicas is None:
+            return  # else parameters may still have to be gathered
         lost = tuple(sorted(set(state.plan.layout.ranks) - set(decision.survivors)))
         if rendezvous.rank == decision.survivors[0]:
             self._publish(decision)
@@ -127,7 +127,13 @@ class Recovery:
         Raises `StateLostError` if there is such state and no checkpoint.
         """
         try:
-            moves(self._state.plan.layout, plan.layout, self._setup.model.parameters, lost=lost)
+            moves(
+                self._state.plan.layout,
+                plan.layout,
+                self._setup.model.parameters,
+                lost=lost,
+                copies=self._setup.state_copies,
+            )
         except StateLostError as error:
             if not self._can_restore:
                 raise StateLostError(f"{error}; the job keeps no checkpoints") from error

@@ -77,6 +77,7 @@ class Trainer:
         self._state = RuntimeState(plan, self._callbacks.on_phase)
         self._steps = 0
         self._is_joining = False
+        self._unreported: tuple[ReducedStep, Plan, float] | None = None
         self._is_owed = False  # a save, since a step in which the layout changed
         self._departure: Departure | None = None
         self._meter = HandOverMeter()
@@ -124,7 +125,11 @@ class Trainer:
 
     @property
     def tensors(self) -> Mapping[Param, torch.Tensor]:
-        """Parameters that this rank holds, each in its range; none without a place."""
+        """Parameters that this rank holds, each in its range; none without a place.
+
+        Where the optimizer's state is sharded over replicas, they are whole from `on_step` on to
+        the next update.
+        """
         return {} if self.engine is None else self.engine.shard.tensors
 
     @property
@@ -177,6 +182,7 @@ class Trainer:
         if self.engine is not None:
             groups, shard = self.engine.groups, self.engine.shard
             self._state.resume(self._checkpoints.resume(groups.everyone, shard))
+            self._gather()
 
     def _arguments(self) -> dict[str, object]:
         """Arguments without which ranks would wait for each other, or train something else."""
@@ -189,6 +195,8 @@ class Trainer:
             "optimizer": f"one that keeps {', '.join(form.moments + form.scalars) or 'nothing'}",
             "deterministic": setup.deterministic,
             "recompute": setup.recompute,
+            "optimizer_replicas": setup.optimizer_replicas,
+            "ranks_per_node": setup.ranks_per_node,
             "compute_dtype": str(setup.compute_dtype),
             "bucket_bytes": setup.bucket_bytes,
             "max_in_flight": setup.max_in_flight,
@@ -223,6 +231,8 @@ class Trainer:
                     if broken:
                         self._state.enter(Phase.RECOVERING)
                         self._recovery.recover(broken, steps)
+                        self._gather()
+                        self._report()
                     else:
                         self._advance()
                     broken = None
@@ -284,14 +294,15 @@ class Trainer:
             coordinator.reshard(norm=reduced.norm)
         state.enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
         coordinator.update(step, reduced.norm)
+        self._unreported = (reduced, plan, start)
         if reduced.is_due:
             # Ranks that have just received a place do not know that it is due.
             self._is_owed = is_resharding
         if reduced.is_due and not is_resharding and self.engine is not None:
             self._checkpoints.save(step, self.engine.shard)
-        seconds = time.perf_counter() - start
-        self._meter.step(seconds)
-        self._callbacks.on_step(reduced, seconds * 1e3, plan)
+        self._gather()
+        self._meter.step(time.perf_counter() - start)
+        self._report()
         if coordinator.all_ready(reduced) and self.completed < self._steps:
             coordinator.start_reshard()
 
@@ -380,6 +391,19 @@ class Trainer:
                 state.enter(Phase.UPDATING)
             if norm is not None:
                 self._coordinator.update(self.completed, norm)
+            self._gather()
+
+    def _report(self) -> None:
+        """Report the last step, unless it has been; its parameters are gathered now."""
+        if self._unreported is not None:
+            reduced, plan, start = self._unreported
+            self._unreported = None
+            self._callbacks.on_step(reduced, (time.perf_counter() - start) * 1e3, plan)
+
+    def _gather(self) -> None:
+        """Fill parameters that other ranks have updated, where they hold the optimizer state."""
+        if self.engine is not None:
+            self.engine.gather()
 
     def _changed(self, change: LayoutChange) -> None:
         self._is_joining = False

@@ -68,7 +68,7 @@ def train(
     _require_unended(environment, timeouts)
     members = range(environment.world_size)
     callbacks = callbacks or Callbacks()
-    setup = replace(setup, max_in_flight=job.max_in_flight)
+    setup = replace(setup, max_in_flight=job.max_in_flight, ranks_per_node=job.links.ranks_per_node)
     if monitor is not None:
         setup, callbacks = attach_monitor(monitor, setup, callbacks)
     first = Plan(version=0, layout=job.layout, quotas=job.quotas, schedule=job.schedule)

@@ -33,12 +33,14 @@ from resihp.testing.local_ranks import LocalRanks
 from tests.elastic.engine_job import MICROBATCHES, OPTIMIZER, SHAPE, TIMEOUTS, batch
 from tests.elastic.snapshots import assemble, load, save
 from tests.elastic.survivors import Survivors
+from tests.elastic.threads import cut_small_blocks
 
 # Functions of the runtime that a rank enters at certain points of a step.
 ENTERED = {
     "bucket": "resihp.elastic.process_groups.bucketed_allreduce.BucketedAllReduce._start",
     "reduction": "resihp.elastic.step.gradient_allreduce.DeterministicAllReduce._sum",
     "account": "resihp.elastic.step.engine.count_rows",
+    "gather": "resihp.elastic.step.state_sharding.ParameterAllGather.run",
     "vote": "resihp.elastic.step.engine.squared_norms",
     "clip": "resihp.elastic.step.engine.clip",
     "optimizer": "resihp.elastic.optim.Optimizer.set_rate",
@@ -72,6 +74,7 @@ class Job:
             have heard of a loss
     robbed  ranks that, in the step of the first fault, load no microbatch before another replica
             has taken one of theirs; a replica takes pending microbatches of another one
+    copies  ranks that hold the optimizer state of each block of a few rows; None: all
     cut     ranks whose last exchange of the last step breaks off, when all others are through
     """
 
@@ -85,6 +88,7 @@ class Job:
     joiners: tuple[int, ...] = ()
     wary: tuple[int, ...] = ()
     robbed: tuple[int, ...] = ()
+    copies: int | None = None
     cut: tuple[int, ...] = ()
 
     @property
@@ -202,6 +206,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     """One rank's process."""
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
+    cut_small_blocks()
     events = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
     left = {(s.at, s.step): s.count for s in job.faults if s.rank == rank}
 
@@ -270,6 +275,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
             deterministic=job.deterministic,
             bucket_bytes=4096,
             steal_ahead=0.5 if job.robbed else None,
+            optimizer_replicas=job.copies,
         ),
         Plan(version=0, layout=job.layout, quotas=quotas),
         rendezvous,

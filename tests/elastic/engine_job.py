@@ -35,6 +35,7 @@ from tests.elastic.checkpoint_helpers import await_kept, await_sent, kept_in, te
 from tests.elastic.held import held
 from tests.elastic.scripted import Scripted
 from tests.elastic.snapshots import full_state, load, save
+from tests.elastic.threads import cut_small_blocks
 
 SHAPE = ModelShape(layers=4, hidden=32, heads=4, kv_heads=4, ffn=44, vocab=64)
 OPTIMIZER = Optimizer(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -226,6 +227,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     """One rank's process."""
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
+    cut_small_blocks()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     events = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
     if case.hosts is not None:
@@ -268,7 +270,8 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
                 time.sleep(0.001)
 
     def on_layout_change(switch: Any) -> None:
-        save(trainer, folder / f"after{trainer.generation}-{rank}.pt")
+        # What other ranks have updated is gathered after it.
+        save(trainer, folder / f"after{trainer.generation}-{rank}.pt", whole=False)
         event = {
             "rank": rank,
             "at": switch.step,

@@ -134,8 +134,8 @@ def test_a_rank_that_comes_in_takes_over_step_scalars_and_cursor(optimizer: Opti
                 sources[rank].finish(step)
         groups = build_layout_groups(factory, NEXT, setup.model.parameters, name="next")
         new = initial_shard(setup.model, setup.optimizer, groups)
-        for param in new.tensors:
-            new.reserve(param)
+        for held in new.slices:
+            new.reserve(held)
         completed = distribute_replicated_state(
             group, setup, steps if rank < 2 else 0, old=shard, new=new, source=0
         )

@@ -16,8 +16,8 @@ from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.reshard.gradient_migration import GradientMigration, moves_of_sums
 from resihp.elastic.step import Engine, Setup
+from resihp.elastic.step.gradient_allreduce import SummedGradients
 from resihp.elastic.step.shard import initial_shard
-from resihp.layout import Param, Range
 from tests.elastic.test_models import ALONE, OPTIMIZER, SHAPE, TIED, batch
 from tests.elastic.threads import exchange_of, on_ranks
 
@@ -30,8 +30,7 @@ class Part:
 
     loss: float
     norm: float
-    ranges: dict[Param, Range]
-    total: dict[Param, torch.Tensor]
+    total: SummedGradients
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def play(setup: Setup, acts: list[Act]) -> list[Part]:
             return None
         reduced = engine.reduce(0, 0)
         assert engine.total is not None
-        return Part(reduced.loss, reduced.norm, engine.shard.ranges, engine.total)
+        return Part(reduced.loss, reduced.norm, engine.total)
 
     return [part for part in on_ranks(RANKS, run_rank).values() if part is not None]
 
@@ -120,9 +119,10 @@ def undisturbed(setup: Setup) -> Part:
 
 def assert_same_step(parts: list[Part], whole: Part, *, exact: bool) -> None:
     for part in parts:
-        for param, total in part.total.items():
-            start, stop = part.ranges[param]
-            expected = whole.total[param].narrow(param.dim or 0, start, stop - start)
+        for (param, (start, stop)), total in part.total.items():
+            expected = whole.total[param, (0, param.size)].narrow(
+                param.dim or 0, start, stop - start
+            )
             if exact:
                 assert torch.equal(total, expected), param.key
             else:

@@ -28,6 +28,7 @@ from resihp.elastic.step import Engine, gradient_allreduce
 from resihp.elastic.step.memory import LiveTensors
 from resihp.elastic.step.setup import Recompute
 from resihp.elastic.step.shard import initial_shard
+from resihp.layout import shards
 from scheduler import make_plan, simulate
 from tests.elastic.operators import NoteOperators
 from tests.elastic.threads import on_ranks
@@ -100,7 +101,8 @@ def measured(
     plan = Plan(version=0, layout=layout, quotas=(QUOTA,) * layout.dp, schedule=schedule)
 
     def run_rank(factory: ProcessGroupFactory) -> int:
-        groups = build_layout_groups(factory, layout, setup.model.parameters, name="generation")
+        copies, parameters = setup.state_copies, setup.model.parameters
+        groups = build_layout_groups(factory, layout, parameters, name="generation", copies=copies)
         with LiveTensors() as tensors:
             shard = initial_shard(setup.model, setup.optimizer, groups)
             engine = Engine(setup, groups, shard, plan, factory.waited)
@@ -108,6 +110,7 @@ def measured(
                 tensors.reset_peak()
                 engine.accumulate(step)
                 engine.update(engine.reduce(step, 0).norm, step)
+                engine.gather()
             return tensors.peak_bytes
 
     return on_ranks(layout.ranks, run_rank)
@@ -134,6 +137,23 @@ def test_the_predicted_peak_is_within_five_percent(model: str, name: str) -> Non
         assert predicted == pytest.approx(found, rel=0.05), f"recompute {recompute}"
         peaks.append(max(found.values()))
     assert peaks[0] > peaks[1] > peaks[2], "what is recomputed is not kept"
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_it_is_so_with_sharded_optimizer_state(
+    copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_BLOCK_NUMEL", 256)
+    layout = Layout.grid(dp=4, pp=1, tp=1, layers=4, units=4)
+    whole = setup_of("llama")
+    peaks = []
+    for setup in (replace(whole, optimizer_replicas=copies, bucket_bytes=1 << 18), whole):
+        job = job_of(setup, layout)
+        found = measured(setup, layout)
+        assert simulate(job, layout, job.quotas).peak_bytes == pytest.approx(found, rel=0.05)
+        peaks.append(max(found.values()))
+    state = 4 * 2 * sum(p.size * p.row_numel for p in whole.model.parameters.all)
+    assert peaks[1] - peaks[0] == pytest.approx(state * (1 - copies / 4), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,8 @@ def _resize(
 def _transfer(source: Shard, target: Shard, param: Param, span: Range) -> None:
     """Copy the rows `span` of all that is kept for a parameter; none if they are none."""
     if span[0] < span[1] and source.tensors[param] is not target.tensors[param]:
-        for from_, to in zip(source.state(param), target.state(param), strict=True):
+        both = (shard.state((param, shard.ranges[param])) for shard in (source, target))
+        for from_, to in zip(*both, strict=True):
             part = rows(from_, param, span, source.ranges[param][0])
             rows(to, param, span, target.ranges[param][0]).copy_(part)
 
@@ -226,5 +227,6 @@ def _assert_same_bits(shards: dict[int, Shard], alone: Shard) -> None:
     """Every rank holds its ranges of what the single rank holds."""
     for shard in shards.values():
         for param, span in shard.ranges.items():
-            for held, whole in zip(shard.state(param), alone.state(param), strict=True):
+            both = (one.state((param, one.ranges[param])) for one in (shard, alone))
+            for held, whole in zip(*both, strict=True):
                 assert torch.equal(held, rows(whole, param, span)), param.key

@@ -13,20 +13,21 @@ from resihp.contracts import ContractError, Layout
 from resihp.elastic.models import Llama
 from resihp.elastic.optim import Optimizer
 from resihp.elastic.reshard.buffers import (
+    HeldState,
+    ReceivedBytes,
     ReshardBudget,
     ShardAllocator,
     Spill,
     held_twice,
-    received_bytes,
     to_spill,
 )
 from resihp.elastic.step import Setup
-from resihp.layout import Param, Range, holdings
+from resihp.layout import Param, Range, StateCopies
 from tests.elastic.engine_job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN, Case, batch, plan, run
 
 PARAMETERS = Llama(SHAPE).parameters
 LAYOUTS = (GRID, SHIFTED, UNEVEN, ALONE)
-COPIES = 4
+MOMENTS = 2
 LINE = Param("layers.0.w", (8, 5), 0)
 
 
@@ -35,22 +36,28 @@ LINE = Param("layers.0.w", (8, 5), 0)
     new=st.sampled_from(LAYOUTS),
     limit=st.integers(1 << 10, 1 << 18),
     rank=st.integers(0, 7),
+    copies=st.sampled_from([None, StateCopies(1), StateCopies(2)]),
 )
 def test_what_is_not_spilled_fits_the_limit(
-    old: Layout, new: Layout, limit: int, rank: int
+    old: Layout, new: Layout, limit: int, rank: int, copies: StateCopies | None
 ) -> None:
     memory = ReshardBudget(limit_bytes=limit)
-    before, after = (holdings(layout, PARAMETERS).get(rank, {}) for layout in (old, new))
-    twice, sizes = held_twice(before, after, COPIES), received_bytes(before, after)
+    before, after = (
+        HeldState.by_rank(layout, PARAMETERS, copies).get(rank, HeldState())
+        for layout in (old, new)
+    )
+    twice, sizes = held_twice(before, after, MOMENTS), ReceivedBytes.of(before, after, MOMENTS)
     excess = memory.excess(twice)
-    spilled = to_spill(sizes, excess, COPIES - 1)
-    in_files = (COPIES - 1) * sum(sizes[param] for param in spilled.state)
-    in_files += sum(sizes[param] for param in spilled.gradients)
+    spilled = to_spill(sizes, excess)
+    in_files = sum(sizes.state[param] for param in spilled.state)
+    in_files += sum(sizes.gradients[param] for param in spilled.gradients)
     assert memory.buffer_bytes + twice - in_files <= limit
     if excess == 0:
         assert not spilled.state
     if spilled.gradients:
-        assert set(spilled.state) == set(sizes), "what the pause fills stays in memory if it can"
+        assert set(spilled.state) == set(sizes.state), (
+            "what the pause fills stays in memory if it can"
+        )
     if old == new:
         assert twice == 0
 
@@ -62,16 +69,27 @@ def test_what_is_not_spilled_fits_the_limit(
 def test_held_twice_is_the_lesser_of_what_goes_and_comes(
     old: Range, new: Range | None, rows: int
 ) -> None:
-    after = {LINE: new} if new is not None else {}
-    assert held_twice({LINE: old}, after, COPIES) == COPIES * rows * LINE.row_numel * 4
+    before, after = (
+        HeldState({LINE: span}, {LINE: (span,)}) if span else HeldState() for span in (old, new)
+    )
+    assert held_twice(before, after, MOMENTS) == (MOMENTS + 2) * rows * LINE.row_numel * 4
+
+
+def test_state_that_stays_where_it_is_is_held_once() -> None:
+    """Of a parameter that stays, moments and gradients of two rows come."""
+    before = HeldState({LINE: (0, 8)}, {LINE: ((0, 4),)})
+    after = HeldState({LINE: (0, 8)}, {LINE: ((0, 4), (6, 8))})
+    sizes = ReceivedBytes.of(before, after, MOMENTS)
+    assert (sizes.state[LINE], sizes.gradients[LINE]) == (MOMENTS * 40, 40)
+    assert held_twice(before, after, MOMENTS) == 0, "nothing goes"
 
 
 def test_a_plan_is_refused_only_where_nothing_can_be_spilled(tmp_path: Path) -> None:
     narrow, wide = ReshardBudget(1 << 12, None), ReshardBudget(1 << 30, None)
-    assert wide.refusal(GRID, UNEVEN, PARAMETERS, COPIES) is None
-    assert ReshardBudget(1 << 12, tmp_path).refusal(GRID, UNEVEN, PARAMETERS, COPIES) is None
-    assert narrow.refusal(GRID, GRID, PARAMETERS, COPIES) is None
-    why = narrow.refusal(GRID, UNEVEN, PARAMETERS, COPIES)
+    assert wide.refusal(GRID, UNEVEN, PARAMETERS, MOMENTS) is None
+    assert ReshardBudget(1 << 12, tmp_path).refusal(GRID, UNEVEN, PARAMETERS, MOMENTS) is None
+    assert narrow.refusal(GRID, GRID, PARAMETERS, MOMENTS) is None
+    why = narrow.refusal(GRID, UNEVEN, PARAMETERS, MOMENTS)
     assert why is not None
     assert "twice" in why
 
@@ -88,7 +106,7 @@ def test_on_a_device_nothing_is_spilled_and_its_free_memory_counts(
     assert ReshardBudget(1 << 31).on(device).limit_bytes == 1 << 31
     assert budget.on(device).buffer_bytes >= budget.buffer_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (-(1 << 30), 1 << 32))
-    assert budget.on(device).refusal(GRID, UNEVEN, PARAMETERS, COPIES) is not None
+    assert budget.on(device).refusal(GRID, UNEVEN, PARAMETERS, MOMENTS) is not None
 
 
 def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:
@@ -105,11 +123,12 @@ def test_what_is_written_to_the_file_shows_in_the_tensor(tmp_path: Path) -> None
     room = ShardAllocator(Spill({LINE}), tmp_path)
     seen = room.allot(LINE, torch.empty(8, 5))
     assert not list(tmp_path.iterdir()), "the file has no name any more"
-    (written,) = room.files[LINE]
+    written = room.destination(seen)
     written.copy_(torch.arange(40.0).view(8, 5))
     assert seen.sum() == 780
     seen.add_(1.0)
     assert written.sum() == 780, "an update is the tensor's own"
+    assert room.destination(seen[2:4]).equal(written[2:4])
     assert seen.sum() == 820
     assert room.spilled_bytes == 160
     room.gradient(LINE, torch.empty(8, 5))
@@ -136,9 +155,7 @@ def test_where_staying_is_no_choice_memory_takes_the_place_of_a_full_disk(tmp_pa
     room = ShardAllocator(Spill({LINE}), tmp_path / "gone", is_forced=True)
     seen = room.allot(LINE, torch.empty(8, 5))
     moment = room.allot(LINE, torch.empty(8, 5))
-    written = room.files[LINE]
-    assert len(written) == 2
-    written[0].fill_(1.0)
+    room.destination(seen).fill_(1.0)
     assert (float(seen.sum()), float(moment.sum())) == (40.0, 0.0)
 
 

@@ -278,7 +278,7 @@ def check_ranges(old: Layout, new: Layout, apart: tuple[int, ...]) -> None:
         held, due = (ranges.get(rank, {}) for ranges in (before, after))
         giver, taker = (
             GradientParts(
-                ranges, [{p: fill(p, span, copy) for p, span in ranges.items()} for copy in which]
+                [{(p, span): fill(p, span, copy) for p, span in ranges.items()} for copy in which]
             )
             for ranges, which in ((held, (1, 2)), (due, (0, 0)))
         )
@@ -286,7 +286,8 @@ def check_ranges(old: Layout, new: Layout, apart: tuple[int, ...]) -> None:
         for move in (move for move in planned if move.target == rank):
             start = move.start - due[move.param][0]
             for copy, part in enumerate(taker.parts):
-                found = part[move.param].narrow(move.param.dim or 0, start, move.stop - move.start)
+                found = part[move.param, due[move.param]]
+                found = found.narrow(move.param.dim or 0, start, move.stop - move.start)
                 assert found.equal(fill(move.param, (move.start, move.stop), copy + 1)), move
         factory.group("end", tuple(range(8))).all_reduce(torch.zeros(1))  # as a vote would
         assert numbers == list(range(len(numbers)))

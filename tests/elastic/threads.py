@@ -28,7 +28,7 @@ from resihp.elastic.reshard.exchange import TensorExchange, pairs_of
 from resihp.elastic.reshard.shared_memory import probe_peer_memory
 from resihp.elastic.step import Engine, ReducedStep, Setup
 from resihp.elastic.step.shard import Shard, initial_shard
-from resihp.layout import Move, Param
+from resihp.layout import Move, Param, Range, shards
 
 LIMIT = timedelta(minutes=1)
 T = TypeVar("T")
@@ -65,7 +65,11 @@ def train(
 
     def run_rank(factory: ProcessGroupFactory) -> tuple[Shard, list[ReducedStep]]:
         groups = build_layout_groups(
-            factory, plan.layout, setup.model.parameters, name="generation"
+            factory,
+            plan.layout,
+            setup.model.parameters,
+            name="generation",
+            copies=setup.state_copies,
         )
         shard = initial_shard(setup.model, setup.optimizer, groups)
         engine = Engine(setup, groups, shard, plan, factory.waited)
@@ -77,6 +81,7 @@ def train(
             )
             done.append(engine.reduce(step, 0, can_claim=may_claim))
             engine.update(done[-1].norm, step)
+            engine.gather()
         return engine.shard, done
 
     found = on_ranks(plan.layout.ranks, run_rank, maker)
@@ -157,13 +162,27 @@ def gathered(shards: dict[int, Shard]) -> State:
     """The whole state from the shards of all ranks; what several hold must be equal."""
     full: State = {}
     for shard in shards.values():
-        for param, span in shard.ranges.items():
-            tensors = shard.state(param)
-            whole = full.setdefault(param, [torch.full(param.shape, torch.nan) for _ in tensors])
-            for target, tensor in zip(whole, tensors, strict=True):
+        for param, span, tensors in held_by(shard):
+            copies = 1 + len(shard.settings.form.moments)
+            empty = [torch.full(param.shape, torch.nan) for _ in range(copies)]
+            for target, tensor in zip(full.setdefault(param, empty), tensors, strict=False):
                 view = target.narrow(param.dim or 0, span[0], span[1] - span[0])
                 held = ~view.isnan()
                 assert torch.equal(view[held], tensor[held]), f"holders of {param.key} differ"
                 view.copy_(tensor.detach())
     assert not any(t.isnan().any() for tensors in full.values() for t in tensors)
     return full
+
+
+def held_by(shard: Shard) -> Iterator[tuple[Param, Range, tuple[torch.Tensor, ...]]]:
+    """The parameters that a rank holds, and the rows with moments, if it has not those of all."""
+    for param, span in shard.ranges.items():
+        if (param, span) not in shard.slices:
+            yield param, span, (shard.tensors[param].data,)
+    for param, span in shard.slices:
+        yield param, span, shard.state((param, span))
+
+
+def cut_small_blocks() -> None:
+    """Cut optimizer state that is sharded over replicas into blocks of a few rows."""
+    shards._BLOCK_NUMEL = 64

@@ -196,7 +196,9 @@ class CheckpointManager(StateManager):
             clock=lambda: self._started + generation,
             host_cache_bytes=self._checkpoints.host_cache_bytes,
         )
-        spans = writers(plan.layout, self._setup.model.parameters)[self._rank]
+        setup = self._setup
+        held = writers(plan.layout, setup.model.parameters, setup.state_copies)
+        spans = held[self._rank]
         policy = self._checkpoints.policy
         is_owed = before is not None and before.is_owed
         self._writer = Writer(

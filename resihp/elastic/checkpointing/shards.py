@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from resihp.checkpoint import ShardedTensorPiece
-from resihp.layout import Param, Parameters, Range
+from resihp.layout import Param, Parameters, Range, containing
 
 from ..step.shard import Shard, rows
 
@@ -36,13 +36,14 @@ def pieces_of(
 
 
 def all_pieces(shard: Shard) -> list[ShardedTensorPiece]:
-    """Return views of everything that `shard` holds but the scalars, allocating missing moments.
+    """Return views of all state that `shard` holds but the scalars, allocating missing moments.
 
-    Writing to a piece writes to the shard.
+    Writing to a piece writes to the shard. Where its optimizer state is sharded, other parameters
+    are gathered.
     """
-    for param in shard.tensors:
-        shard.reserve(param)
-    return [piece for param, span in shard.ranges.items() for piece in _pieces(shard, param, span)]
+    for held in shard.slices:
+        shard.reserve(held)
+    return [piece for param, span in shard.slices for piece in _pieces(shard, param, span)]
 
 
 def scalars_piece(table: torch.Tensor) -> list[ShardedTensorPiece]:
@@ -59,6 +60,7 @@ def _pieces(shard: Shard, param: Param, span: Range) -> Iterator[ShardedTensorPi
     offsets[param.dim or 0] = span[0]
     moments = (f"optimizer.{param.key}.{name}" for name in shard.settings.form.moments)
     names = (f"model.{param.key}", *moments)
-    for name, tensor in zip(names, shard.state(param), strict=True):
-        view = rows(tensor, param, span, shard.ranges[param][0])
+    held = containing(shard.state_ranges, param, span)
+    for name, tensor in zip(names, shard.state(held), strict=True):
+        view = rows(tensor, param, span, held[1][0])
         yield ShardedTensorPiece(name, param.shape, tuple(offsets), view)

@@ -26,6 +26,9 @@ class GradientHolding:
     finished    microbatches in the local sum
     summed      the rank also holds its shard of the sum over all replicas
     buckets     leading gradient buckets of which it holds that sum, where `summed` is False
+    is_scattered
+                that sum is scattered over the ranks that update with it: no replica has all of its
+                own
     """
 
     generation: int
@@ -34,6 +37,7 @@ class GradientHolding:
     finished: Spans = ()
     summed: bool = False
     buckets: int = 0
+    is_scattered: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def surviving_sums(
         by_replica[holding.replica].append(holding)
     whole = {r: held for r, held in sorted(by_replica.items()) if len(held) == held[0].members}
     for replica, held in whole.items():
-        if all(holding.summed for holding in held):
+        if all(holding.summed and not holding.is_scattered for holding in held):
             return (SurvivingSum(replica, ((0, microbatches),), total=True),)
     return tuple(
         SurvivingSum(replica, held[0].finished)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -70,15 +71,21 @@ class Optimizer:
         return list(groups.values())
 
     def build(
-        self, parameters: Parameters, tensors: Mapping[Param, nn.Parameter]
+        self, parameters: Parameters, tensors: Iterable[tuple[Param, nn.Parameter]]
     ) -> torch.optim.Optimizer:
-        """Build the optimizer of one rank's tensors, with the parameter groups of `groups`."""
+        """Build the optimizer of one rank's tensors, with the parameter groups of `groups`.
+
+        tensors  each with the parameter of which it is all, or some rows
+        """
         by_options = self.groups(parameters)
+        held: dict[Param, list[nn.Parameter]] = defaultdict(list)
+        for param, tensor in tensors:
+            held[param].append(tensor)
         for options, _ in by_options:
             self._check(options)
         built = self._make(
             [
-                {"params": [tensors[param] for param in params if param in tensors], **options}
+                {"params": [one for param in params for one in held[param]], **options}
                 for options, params in by_options
             ]
         )

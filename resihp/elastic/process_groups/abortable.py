@@ -195,7 +195,7 @@ class AbortableProcessGroup:
         if len(self.ranks) == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in self.ranks]
-        self.wait(self._start(lambda backend: backend.allgather([parts], [tensor])))
+        self.wait(self.start_all_gather(parts, tensor))
         return parts
 
     def start_broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
@@ -211,13 +211,23 @@ class AbortableProcessGroup:
             self.wait(self.start_broadcast(tensor, source))
         return tensor
 
+    def start_all_gather(self, parts: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work:
+        """Start to fill `parts` with the equally shaped tensors of all ranks, in group order."""
+        return self._start(lambda backend: backend.allgather([parts], [tensor]))
+
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, into: list[int], out: list[int]
     ) -> None:
         """Exchange flat buffers: `out[i]` elements go to rank i, `into[i]` come from it."""
+        self.wait(self.start_all_to_all(received, sent, into, out))
+
+    def start_all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, into: list[int], out: list[int]
+    ) -> dist.Work:
+        """Start `all_to_all`; `wait` for the work before using what is received."""
         options = dist.AllToAllOptions()
-        self.wait(
-            self._start(lambda backend: backend.alltoall_base(received, sent, into, out, options))
+        return self._start(
+            lambda backend: backend.alltoall_base(received, sent, into, out, options)
         )
 
     def wait(self, work: dist.Work) -> None:

@@ -1,4 +1,6 @@
-"""Bucketed all-reduce of gradients, out of place and overlapped with the last backward passes.
+"""Bucketed sums of gradients, out of place and overlapped with the last backward passes.
+
+All ranks of a group get a sum (all-reduce), or the holders of each slice alone (reduce-scatter).
 
 The local gradients stay as they are, so that a failure during the exchange corrupts nothing. A
 group's buckets are summed in order: those that were before a failure need not travel again.
@@ -10,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -46,10 +49,17 @@ class GradientSlice:
     @property
     def nbytes(self) -> int:
         """Size in bytes of the rows that this rank holds."""
+        return self._rows.nbytes
+
+    @property
+    def numel(self) -> int:
+        """Number of their elements."""
+        return self._rows.numel()
+
+    @property
+    def _rows(self) -> torch.Tensor:
         local = _local(self.parameter.detach())
-        if self.length is not None:
-            local = local.narrow(self.dim, self.start, self.length)
-        return local.nbytes
+        return local if self.length is None else local.narrow(self.dim, self.start, self.length)
 
 
 def is_placed_apart(parameter: torch.nn.Parameter) -> bool:
@@ -110,6 +120,10 @@ class _GradientVersions:
         return local.untyped_storage()._cdata, local._version
 
 
+Holders = Callable[[GradientSlice], Sequence[int]]
+"""The ranks that get the sum of a slice; the first of them makes it."""
+
+
 @dataclass
 class _Bucket:
     """Slices that travel together in `flat`.
@@ -150,11 +164,93 @@ class _Bucket:
         return self.group.has_succeeded(self.work)
 
 
+@dataclass
+class _ScatteredBucket(_Bucket):
+    """Slices whose sums their holders alone get.
+
+    The first holder of a slice sums it, in the order of the ranks, and sends it on to the others:
+    all have the same bits, and the bytes are those of an all-reduce at most.
+
+    received  of the exchange in progress
+    """
+
+    holders: Holders = lambda _: ()
+    received: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        ranks, rank = self.group.ranks, self.group.rank
+        self._summed_by: dict[int, list[GradientSlice]] = {other: [] for other in ranks}
+        self._sent_on_to: dict[int, list[GradientSlice]] = {other: [] for other in ranks}
+        self._sent_on_by: dict[int, list[GradientSlice]] = {other: [] for other in ranks}
+        for one in self.slices:
+            first, *others = self.holders(one)
+            self._summed_by[first].append(one)
+            if rank in others:
+                self._sent_on_by[first].append(one)
+            for other in others if first == rank else ():
+                self._sent_on_to[other].append(one)
+        self._has_copies = any(len(self.holders(one)) > 1 for one in self.slices)
+
+    def start(self) -> None:
+        """Copy the gradients and start to send them to their first holders."""
+        parts = [[one.read() for one in some] for some in self._summed_by.values()]
+        own = sum(one.numel for one in self._summed_by[self.group.rank])
+        self._start_exchange(parts, [own] * len(parts))
+
+    def reduce(self) -> None:
+        """Sum what was received, and free it. Raises `PeerLostError`."""
+        if self.flat is not None:
+            return
+        super().wait()
+        assert self.received is not None
+        size = len(self.group)
+        summed, *others = self.received.view(size, self.received.numel() // size)
+        for other in others:
+            summed.add_(other)
+        self.flat = summed.clone()
+        self.work = self.received = None
+
+    def wait(self) -> None:
+        """Sum what was received, and start to send it on. Raises `PeerLostError`."""
+        self.reduce()
+        assert self.flat is not None
+        if self._has_copies:
+            summed = self._summed_by[self.group.rank]
+            parts = self.flat.split([one.numel for one in summed])
+            sums = dict(zip(summed, parts, strict=True))
+            sent = [[sums[one] for one in some] for some in self._sent_on_to.values()]
+            into = [sum(one.numel for one in some) for some in self._sent_on_by.values()]
+            self._start_exchange(sent, into)
+
+    def sums(self) -> Iterator[tuple[GradientSlice, torch.Tensor]]:
+        """Wait for what other ranks send on, and yield each slice held with its part of the sums.
+
+        Raises `PeerLostError`.
+        """
+        super().wait()
+        sent_on = [one for some in self._sent_on_by.values() for one in some]
+        both = (self._summed_by[self.group.rank], self.flat), (sent_on, self.received)
+        self.flat = self.received = self.work = None  # freed when they are used
+        for slices, flat in both:
+            parts = flat.split([one.numel for one in slices]) if flat is not None else ()
+            for one, part in zip(slices, parts, strict=True):
+                yield one, part.view(one.read().shape)
+
+    def _start_exchange(self, sent: Sequence[Sequence[torch.Tensor]], into: list[int]) -> None:
+        """Start to send each rank some tensors, and to receive so many elements from each."""
+        flats = [part.reshape(-1) for parts in sent for part in parts]
+        flat = torch.cat(flats) if flats else torch.empty(0, device=self.group.device)
+        self.received = flat.new_empty(sum(into))
+        out = [sum(part.numel() for part in parts) for parts in sent]
+        self.work = self.group.start_all_to_all(self.received, flat, into, out)
+
+
 class BucketedAllReduce:
     """One attempt to sum the gradients of one step over replicas.
 
     slices  in the order in which all ranks of their group reduce them: the model backward. Groups
             do not wait for each other
+    holders ranks that get the sum of a slice; None: all of its group
     summed  flat sums of the first buckets of the first group, from an earlier attempt: they do not
             travel again
     """
@@ -164,8 +260,12 @@ class BucketedAllReduce:
         slices: Iterable[tuple[AbortableProcessGroup, Sequence[GradientSlice]]],
         bucket_bytes: int,
         summed: Sequence[torch.Tensor] = (),
+        holders: Holders | None = None,
     ) -> None:
-        self._queues = [deque(_buckets(group, some, bucket_bytes)) for group, some in slices]
+        self._queues = [
+            deque(_buckets(_kind(group, some, holders), group, some, bucket_bytes))
+            for group, some in slices
+        ]
         self._started: list[_Bucket] = []
         self._versions = _GradientVersions()
         for flat in summed:
@@ -218,7 +318,11 @@ class BucketedAllReduce:
         self.start()
         for bucket in self._started:
             bucket.wait()
-            yield from bucket.sums()
+            if not isinstance(bucket, _ScatteredBucket):
+                yield from bucket.sums()
+        for bucket in self._started:
+            if isinstance(bucket, _ScatteredBucket):
+                yield from bucket.sums()
 
     def summed(self) -> list[torch.Tensor]:
         """Return the flat sums of the leading buckets that are whole by now, without waiting."""
@@ -245,14 +349,32 @@ class BucketedAllReduce:
                     self._versions.copied(one.parameter)
 
     def _start(self, queue: deque[_Bucket]) -> _Bucket:
+        for earlier in self._started:
+            if isinstance(earlier, _ScatteredBucket) and earlier.is_summed:
+                earlier.reduce()  # else all parts would be held until the end
         bucket = queue.popleft()
         bucket.start()
         self._started.append(bucket)
         return bucket
 
 
+_Kind = Callable[[AbortableProcessGroup, list[GradientSlice]], _Bucket]
+
+
+def _kind(
+    group: AbortableProcessGroup, slices: Sequence[GradientSlice], holders: Holders | None
+) -> _Kind:
+    """Return the kind of buckets for `slices`: scattered where some ranks do not get the sums."""
+    if holders is None or all(len(holders(one)) == len(group) for one in slices):
+        return _Bucket
+    return partial(_ScatteredBucket, holders=holders)
+
+
 def _buckets(
-    group: AbortableProcessGroup, slices: Sequence[GradientSlice], bucket_bytes: int
+    kind: _Kind,
+    group: AbortableProcessGroup,
+    slices: Sequence[GradientSlice],
+    bucket_bytes: int,
 ) -> Iterator[_Bucket]:
     """`slices` in order, one dtype each, cut where a bucket would exceed its size."""
     taken: list[GradientSlice] = []
@@ -260,12 +382,12 @@ def _buckets(
     for one in slices:
         is_full = size + one.nbytes > limit
         if taken and (is_full or taken[-1].parameter.dtype != one.parameter.dtype):
-            yield _Bucket(group, taken)
+            yield kind(group, taken)
             taken, size, limit = [], 0, bucket_bytes
         taken.append(one)
         size += one.nbytes
     if taken:
-        yield _Bucket(group, taken)
+        yield kind(group, taken)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,15 @@ import torch
 from resihp.contracts import Layout, Place, Stage
 from resihp.layout import (
     ActivationTransfer,
+    Blocks,
     GradientReduction,
     Parameters,
+    StateCopies,
+    StateRanges,
     boundary_transfers,
     gradient_reductions,
+    ranges_of,
+    state_blocks,
 )
 
 from ..microbatches.ledger import GradientHolding, Spans
@@ -45,6 +50,18 @@ class StageBoundary:
 
 
 @dataclass(frozen=True)
+class StateShards:
+    """Optimizer state of a layout that is sharded over replicas.
+
+    blocks  of the whole layout
+    ranges  of which this rank holds the state
+    """
+
+    blocks: Blocks
+    ranges: StateRanges
+
+
+@dataclass(frozen=True)
 class LayoutGroups:
     """All process groups of this rank in one layout.
 
@@ -54,7 +71,8 @@ class LayoutGroups:
     after     boundary to the next stage; None on the last
     around    boundary from the last stage to the first, between two model chunks; on these two
               stages of an interleaved replica, else None
-    sums      gradient all-reduces over replicas in which this rank takes part
+    sums      gradient sums over replicas in which this rank takes part
+    state     None: each rank holds the optimizer state of all its parameters
     """
 
     layout: Layout
@@ -65,6 +83,7 @@ class LayoutGroups:
     after: StageBoundary | None
     around: StageBoundary | None = None
     sums: tuple[tuple[GradientReduction, AbortableProcessGroup], ...] = field(default=())
+    state: StateShards | None = None
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +111,14 @@ class LayoutGroups:
     def holding(self, generation: int, finished: Spans, *, summed: bool) -> GradientHolding:
         """Describe gradients of `finished` microbatches that this rank holds."""
         members = len(self.layout.replicas[self.place.dp].ranks)
-        return GradientHolding(generation, self.place.dp, members, finished, summed)
+        return GradientHolding(
+            generation,
+            self.place.dp,
+            members,
+            finished,
+            summed=summed,
+            is_scattered=self.state is not None,
+        )
 
     @property
     def all(self) -> tuple[AbortableProcessGroup, ...]:
@@ -105,11 +131,18 @@ class LayoutGroups:
 
 
 def build_layout_groups(
-    factory: ProcessGroupFactory, layout: Layout, parameters: Parameters, *, name: str
+    factory: ProcessGroupFactory,
+    layout: Layout,
+    parameters: Parameters,
+    *,
+    name: str,
+    copies: StateCopies | None = None,
 ) -> LayoutGroups:
     """Build this rank's groups for `layout`. Collective over the ranks of the layout.
 
     `name` is unique to the attempt, so that no attempt reads another one's keys in the store.
+    `copies` of each range of the optimizer state are held; None: all ranks that hold the parameter
+    hold one.
     Building a group blocks until all of its ranks do so; every rank builds its groups in one
     global order (all, stage, boundaries along the pipeline, sums), which excludes a deadlock.
     """
@@ -132,7 +165,11 @@ def build_layout_groups(
         for reduction in gradient_reductions(layout, parameters)
         if factory.rank in reduction.ranks and len(reduction.ranks) > 1
     )
-    return LayoutGroups(layout, place, everyone, tp, before, after, around, sums)
+    state = None
+    if copies is not None:
+        blocks = state_blocks(layout, parameters, copies)
+        state = StateShards(blocks, ranges_of(blocks).get(factory.rank, {}))
+    return LayoutGroups(layout, place, everyone, tp, before, after, around, sums, state)
 
 
 def _boundary(

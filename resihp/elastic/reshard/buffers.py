@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,9 +13,18 @@ from pathlib import Path
 import torch
 
 from resihp.contracts import ContractError, Layout
-from resihp.layout import Param, Parameters, Range, holdings
+from resihp.layout import (
+    Param,
+    Parameters,
+    Range,
+    StateCopies,
+    StateRange,
+    StateRanges,
+    holdings,
+    state_ranges,
+)
 
-from ..step.gradient_accumulation import Gradients
+from ..step.gradient_allreduce import SummedGradients
 from ..step.shard import STATE_DTYPE, Shard
 
 _log = logging.getLogger("resihp.elastic")
@@ -22,8 +32,29 @@ _log = logging.getLogger("resihp.elastic")
 WINDOW = 4
 """Transfers through buffers that one rank has in progress at once."""
 
-Held = Mapping[Param, Range]
-"""The range of each parameter that a rank holds."""
+
+@dataclass(frozen=True)
+class HeldState:
+    """Ranges that one rank holds in a layout: of parameters, and of optimizer state.
+
+    The summed gradients that move are those of the latter.
+    """
+
+    parameters: Mapping[Param, Range] = field(default_factory=dict)
+    state: StateRanges = field(default_factory=dict)
+
+    @classmethod
+    def by_rank(
+        cls, layout: Layout, parameters: Parameters, copies: StateCopies | None
+    ) -> Mapping[int, HeldState]:
+        """Return what each rank of a layout holds, with `copies` of each range of the state."""
+        state = state_ranges(layout, parameters, copies)
+        return {rank: cls(held, state[rank]) for rank, held in holdings(layout, parameters).items()}
+
+    @classmethod
+    def of(cls, shard: Shard) -> HeldState:
+        """Return what a rank with this shard holds."""
+        return cls(shard.ranges, shard.state_ranges)
 
 
 def default_spill() -> Path | None:
@@ -90,10 +121,22 @@ class ReshardBudget:
         """Part of `held_twice` bytes that is beyond the limit."""
         return max(0, held_twice - (self.limit_bytes - self.buffer_bytes))
 
-    def refusal(self, old: Layout, new: Layout, parameters: Parameters, copies: int) -> str | None:
-        """Reason to refuse a change from `old` to `new`; None if it is within the budget."""
-        before, after = holdings(old, parameters), holdings(new, parameters)
-        needs = {rank: held_twice(before.get(rank, {}), after[rank], copies) for rank in after}
+    def refusal(
+        self,
+        old: Layout,
+        new: Layout,
+        parameters: Parameters,
+        moments: int,
+        copies: StateCopies | None = None,
+    ) -> str | None:
+        """Reason to refuse a change from `old` to `new`; None if it is within the budget.
+
+        moments  tensors of optimizer state that each parameter has
+        copies   of each range of it; None: on all ranks that hold the parameter
+        """
+        before, after = (HeldState.by_rank(one, parameters, copies) for one in (old, new))
+        nothing = HeldState()
+        needs = {r: held_twice(before.get(r, nothing), after[r], moments) for r in after}
         rank = max(needs, key=lambda rank: needs[rank])
         if self.spill is not None or not self.excess(needs[rank]):
             return None
@@ -103,20 +146,44 @@ class ReshardBudget:
         )
 
 
-def held_twice(old: Held, new: Held, copies: int) -> int:
+@dataclass(frozen=True)
+class ReceivedBytes:
+    """Bytes of each parameter that a rank holds in a layout, and not in another in this range.
+
+    state      parameter and moments
+    gradients  summed ones, in the pause
+    """
+
+    state: Mapping[Param, int]
+    gradients: Mapping[Param, int]
+
+    @classmethod
+    def of(cls, old: HeldState, new: HeldState, moments: int) -> ReceivedBytes:
+        """Return what is in `new` and not in `old`."""
+        state, gradients = defaultdict[Param, int](int), defaultdict[Param, int](int)
+        for param, span in new.parameters.items():
+            is_same = old.parameters.get(param) == span
+            state[param] += 0 if is_same else _bytes(param, span)
+            kept = old.state.get(param, ()) if is_same else ()
+            for held in new.state.get(param, ()):
+                if held not in kept:
+                    state[param] += moments * _bytes(param, held)
+                    gradients[param] += _bytes(param, held)
+        return cls(state, gradients)
+
+    @property
+    def total(self) -> int:
+        """Sum over all parameters."""
+        return sum(self.state.values()) + sum(self.gradients.values())
+
+
+def held_twice(old: HeldState, new: HeldState, moments: int) -> int:
     """Bytes that one rank holds for both layouts: the lesser of released and received state.
 
     A range that stays the same is held once; a net gain of state is not extra memory.
-
-    copies  tensors of each parameter: itself, its moments, its gradient
     """
-    released = sum(_bytes(param, span) for param, span in old.items() if new.get(param) != span)
-    return copies * min(released, sum(received_bytes(old, new).values()))
-
-
-def received_bytes(old: Held, new: Held) -> dict[Param, int]:
-    """Bytes of each parameter that a rank receives in another range than it has, one copy."""
-    return {p: _bytes(p, span) for p, span in new.items() if old.get(p) != span}
+    released, received = (ReceivedBytes.of(*pair, moments) for pair in ((new, old), (old, new)))
+    return min(released.total, received.total)
 
 
 def _bytes(param: Param, span: Range) -> int:
@@ -131,15 +198,14 @@ class Spill:
     gradients: Collection[Param] = ()
 
 
-def to_spill(sizes: Mapping[Param, int], excess: int, copies: int) -> Spill:
+def to_spill(sizes: ReceivedBytes, excess: int) -> Spill:
     """At least `excess` bytes, large tensors first, so that files are few.
 
-    `copies` tensors of each parameter are state, received during a step; gradients are received in
-    the pause and therefore spilled last.
+    Gradients are received in the pause and therefore spilled last.
     """
-    state = _largest(sizes, -(-excess // copies))
-    left = excess - copies * sum(sizes[param] for param in state)
-    return Spill(state, _largest(sizes, left))
+    state = _largest(sizes.state, excess)
+    left = excess - sum(sizes.state[param] for param in state)
+    return Spill(state, _largest(sizes.gradients, left))
 
 
 def _largest(sizes: Mapping[Param, int], least: int) -> frozenset[Param]:
@@ -166,7 +232,7 @@ class ShardAllocator:
     spilled: Spill = field(default_factory=Spill)
     folder: Path | None = None
     is_forced: bool = False
-    files: dict[Param, list[torch.Tensor]] = field(default_factory=dict)
+    _files: dict[int, torch.Tensor] = field(default_factory=dict)
     _gradients: list[torch.Tensor] = field(default_factory=list)
 
     def allot(self, param: Param, like: torch.Tensor) -> torch.Tensor:
@@ -177,7 +243,9 @@ class ShardAllocator:
         if param not in self.spilled.state:
             return torch.zeros_like(like)
         private, shared = self._mapped(like)
-        self.files.setdefault(param, []).append(shared)
+        if shared is private:
+            return private
+        self._files[private.untyped_storage().data_ptr()] = shared
         return private
 
     def gradient(self, param: Param, like: torch.Tensor) -> torch.Tensor:
@@ -188,11 +256,17 @@ class ShardAllocator:
         self._gradients.append(gradient)
         return gradient
 
+    def destination(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return where the values of a tensor are written: in its file, if it has one."""
+        shared = self._files.get(tensor.untyped_storage().data_ptr())
+        if shared is None:
+            return tensor
+        return shared.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
     @property
     def spilled_bytes(self) -> int:
         """Size of the files."""
-        copies = [tensor for tensors in self.files.values() for tensor in tensors]
-        return sum(tensor.nbytes for tensor in (*copies, *self._gradients))
+        return sum(tensor.nbytes for tensor in (*self._files.values(), *self._gradients))
 
     def _mapped(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros in a file, mapped privately and shared; both in memory if there is no file."""
@@ -226,25 +300,24 @@ class ShardAllocator:
 class PendingShard:
     """A shard whose values are still to be received; `state` is the destination of its values.
 
-    gradients  destination of the gradients of tensors that it does not share with the old shard
+    gradients  destination of the gradients of slices that it does not share with the old shard
     """
 
     shard: Shard
     allocator: ShardAllocator = field(default_factory=ShardAllocator)
-    gradients: Gradients = field(default_factory=dict)
+    gradients: SummedGradients = field(default_factory=dict)
 
     @property
-    def ranges(self) -> Mapping[Param, Range]:
-        """Range of each parameter held."""
-        return self.shard.ranges
+    def state_ranges(self) -> StateRanges:
+        """Ranges of each parameter whose optimizer state is held."""
+        return self.shard.state_ranges
 
-    def state(self, param: Param) -> tuple[torch.Tensor, ...]:
-        """The parameter and its moments."""
-        files = self.allocator.files.get(param)
-        return self.shard.state(param) if files is None else tuple(files)
+    def state(self, held: StateRange) -> tuple[torch.Tensor, ...]:
+        """Rows of a parameter and their moments."""
+        return tuple(map(self.allocator.destination, self.shard.state(held)))
 
 
-def unshared(shard: Shard, old: Shard | None) -> Mapping[Param, torch.Tensor]:
-    """The tensors of a new shard that are not those of the old one."""
-    held = old.tensors if old is not None else {}
-    return {p: tensor for p, tensor in shard.tensors.items() if held.get(p) is not tensor}
+def unshared(shard: Shard, old: Shard | None) -> Mapping[StateRange, torch.Tensor]:
+    """The slices of a new shard that are not those of the old one."""
+    kept = old.slices if old is not None else {}
+    return {held: tensor for held, tensor in shard.slices.items() if kept.get(held) is not tensor}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from resihp._devices import use_device
 from resihp._shutdown import start_thread
 from resihp.contracts import PeerLostError, Plan
-from resihp.layout import Move, holdings, moves
+from resihp.layout import Move, moves
 
 from ..microbatches.ledger import SurvivingSum
 from ..process_groups.abortable import (
@@ -26,16 +26,18 @@ from ..process_groups.layout_groups import LayoutGroups, build_layout_groups
 from ..rendezvous.membership import Rendezvous
 from ..rendezvous.proposals import Proposal
 from ..step import Engine, Setup
-from ..step.gradient_accumulation import Gradients, StepRemainder
+from ..step.gradient_accumulation import StepRemainder
+from ..step.gradient_allreduce import SummedGradients
 from ..step.shard import Shard, build_shard, initial_shard
 from .buffers import (
     WINDOW,
+    HeldState,
     PendingShard,
+    ReceivedBytes,
     ReshardBudget,
     ShardAllocator,
     Spill,
     held_twice,
-    received_bytes,
     to_spill,
     unshared,
 )
@@ -120,7 +122,7 @@ class Generation:
         self.groups: LayoutGroups | None = None
         self.pending: PendingShard | None = None
         self.rest: StepRemainder | None = None
-        self.total: Gradients | None = None
+        self.total: SummedGradients | None = None
         self.rewound: int | None = None
         is_new = before is None or proposal.missing_state
         holders = (proposal.plan if is_new or before is None else before).layout.ranks
@@ -215,7 +217,13 @@ class Generation:
             return
         parameters, planned = context.setup.model.parameters, tuple[Move, ...]()
         if old is not None:
-            planned = moves(old, plan.layout, parameters, lost=self.lost or ())
+            planned = moves(
+                old,
+                plan.layout,
+                parameters,
+                lost=self.lost or (),
+                copies=context.setup.state_copies,
+            )
         sums = moves_of_sums(parameters, before, plan, self.kept) if before is not None else ()
         with rendezvous.group_factory(
             context.waited, cancelled=self.cancelled, device=context.setup.device
@@ -242,7 +250,13 @@ class Generation:
         groups = pending = None
         if factory.rank in plan.layout.ranks:
             parameters = context.setup.model.parameters
-            groups = build_layout_groups(factory, plan.layout, parameters, name=name)
+            groups = build_layout_groups(
+                factory,
+                plan.layout,
+                parameters,
+                name=name,
+                copies=context.setup.state_copies,
+            )
             try:
                 pending = self._new_shard(groups)
             except Exception as error:
@@ -271,15 +285,16 @@ class Generation:
             return PendingShard(initial_shard(model, optimizer, groups))
         if self.proposal.missing_state:
             return PendingShard(build_shard(model, optimizer, groups, current=current))
-        old = current.ranges if current is not None else {}
-        new = holdings(groups.layout, model.parameters)[context.rendezvous.rank]
+        old = HeldState.of(current) if current is not None else HeldState()
+        by_rank = HeldState.by_rank(groups.layout, model.parameters, context.setup.state_copies)
+        new, moments = by_rank[context.rendezvous.rank], optimizer.copies - 1
         budget, spilled = context.budget.on(context.setup.device), Spill()
         if budget.spill is not None:
-            excess = budget.excess(held_twice(old, new, optimizer.copies + 1))
-            spilled = to_spill(received_bytes(old, new), excess, optimizer.copies)
+            excess = budget.excess(held_twice(old, new, moments))
+            spilled = to_spill(ReceivedBytes.of(old, new, moments), excess)
         is_repair = self.lost is not None
         allocator = ShardAllocator(spilled, budget.spill, is_forced=is_repair)
         shard = build_shard(model, optimizer, groups, current=current, allot=allocator.allot)
         others = {} if is_repair else unshared(shard, current)
-        gradients = {param: allocator.gradient(param, tensor) for param, tensor in others.items()}
+        gradients = {held: allocator.gradient(held[0], one) for held, one in others.items()}
         return PendingShard(shard, allocator, gradients)

@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, cycle
+from typing import Protocol
 
 import torch
 
-from resihp.layout import Move, Param, Range
+from resihp.layout import Move, StateRange, StateRanges, by_param, containing
 
 from ..process_groups.transport import Transfer, Transport
-from ..step.gradient_accumulation import Gradients
-from ..step.shard import STATE_DTYPE, Shard, rows
-from .buffers import WINDOW, PendingShard
+from ..step.shard import STATE_DTYPE, rows
+from .buffers import WINDOW
 from .shared_memory import PeerLink
 
 UNPACKED_NUMEL = 1 << 14
@@ -212,27 +212,41 @@ def pairs_of(planned: Sequence[Move], rank: int) -> list[Pair]:
     return sorted(pair for pair in every if rank in pair)
 
 
+class StateHolder(Protocol):
+    """State of ranges of parameters, in the memory of this rank."""
+
+    @property
+    def state_ranges(self) -> StateRanges: ...
+
+    def state(self, held: StateRange) -> Sequence[torch.Tensor]: ...
+
+
 @dataclass(frozen=True)
 class GradientParts:
-    """Gradient sums, one for each of `parts`, all of them cut to `ranges`."""
+    """Gradient sums, one for each of `parts`, all of them of the same ranges."""
 
-    ranges: Mapping[Param, Range]
-    parts: Sequence[Gradients]
+    parts: Sequence[Mapping[StateRange, torch.Tensor]]
 
-    def state(self, param: Param) -> Sequence[torch.Tensor]:
-        """The parameter's gradient in each of the sums."""
-        return [gradients[param] for gradients in self.parts]
+    @property
+    def state_ranges(self) -> StateRanges:
+        """Ranges of each parameter."""
+        return by_param(self.parts[0] if self.parts else ())
+
+    def state(self, held: StateRange) -> Sequence[torch.Tensor]:
+        """The gradient of a range in each of the sums."""
+        return [gradients[held] for gradients in self.parts]
 
 
-def view_of(holder: Shard | PendingShard | GradientParts | None) -> View:
+def view_of(holder: StateHolder | None) -> View:
     """The view of pieces in `holder`; None for a rank that sends or receives nothing."""
+    ranges = holder.state_ranges if holder is not None else {}
 
     def view(piece: Piece) -> torch.Tensor:
         assert holder is not None, "only ranks that hold state send or receive it"
         move = piece.move
-        origin = holder.ranges[move.param][0]
-        tensor = holder.state(move.param)[piece.copy]
-        return rows(tensor, move.param, (move.start, move.stop), origin)
+        span = (move.start, move.stop)
+        held = containing(ranges, move.param, span)
+        return rows(holder.state(held)[piece.copy], move.param, span, held[1][0])
 
     return view
 

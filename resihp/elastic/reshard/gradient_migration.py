@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from resihp.contracts import Layout, Plan, Replica
-from resihp.layout import Move, Param, Parameters, Range, holdings, moves
+from resihp.layout import Move, Param, Parameters, Range, StateRange, holdings, moves
 
 from ..microbatches.assignment import remaining_assignments
 from ..microbatches.ledger import SurvivingSum, indices
@@ -101,11 +101,12 @@ class GradientMigration:
             assert engine is not None, "a sum survives only if all of its ranks are alive"
             parts = engine.parts_of(one)
             assert tuple(node for node, _ in parts) == keys, "counts and sums differ"
-        old = GradientParts(held, [gradients for _, gradients in parts])
-        new = GradientParts(due, [self._local(gradients, held, due) for gradients in old.parts])
+        sums = [self._local(gradients, held, due) for _, gradients in parts]
+        old = GradientParts([_in_ranges(gradients, held) for _, gradients in parts])
+        new = GradientParts([_in_ranges(gradients, due) for gradients in sums])
         planned = moves(*layouts, parameters)
         self.exchange.run(planned, len(keys), view_of(old), view_of(new))
-        return [*new.parts]
+        return sums
 
     def _nodes(self, one: SurvivingSum) -> tuple[Node, ...]:
         leaves = self.before.microbatches
@@ -143,6 +144,12 @@ class GradientMigration:
                 known[index] = loss
         values = self.group.all_reduce_max(known).tolist()
         return {index: values[index] for one in kept for index in indices(one.finished)}
+
+
+def _in_ranges(
+    gradients: Gradients, ranges: Mapping[Param, Range]
+) -> Mapping[StateRange, torch.Tensor]:
+    return {(param, span): gradients[param] for param, span in ranges.items() if param in gradients}
 
 
 def _separate_copies(

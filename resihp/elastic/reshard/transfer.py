@@ -17,9 +17,9 @@ from resihp.layout import Param, Range
 from ..checkpointing.protocol import StateManager
 from ..process_groups.abortable import AbortableProcessGroup
 from ..step import Cursor, Engine, Setup
-from ..step.gradient_accumulation import Gradients
+from ..step.gradient_allreduce import SummedGradients
 from ..step.shard import Shard, copy_shared_rows, scalar_table
-from .buffers import held_twice, unshared
+from .buffers import HeldState, held_twice, unshared
 from .build import Generation, ReshardContext
 from .exchange import GradientParts, TensorExchange, view_of
 from .gradient_migration import GradientMigration
@@ -80,8 +80,8 @@ class StateTransfer:
         """Buffers, and state held in memory for both generations until the commit."""
         twice = 0
         if self._old is not None and self._new is not None:
-            copies = self._setup.optimizer.copies + 1
-            twice = held_twice(self._old.ranges, self._new.ranges, copies)
+            both = HeldState.of(self._old), HeldState.of(self._new.shard)
+            twice = held_twice(*both, self._setup.optimizer.copies - 1)
             twice = max(0, twice - self.spilled_bytes)
         return self._exchange.buffer_bytes + twice
 
@@ -176,7 +176,8 @@ class StateTransfer:
         for param, held, due in self._held_apart():
             assert old is not None
             assert new is not None
-            for source, target in zip(old.state(param), new.state(param), strict=True):
+            both = old.state((param, held)), new.state((param, due))
+            for source, target in zip(*both, strict=True):
                 copy_shared_rows(param, source, held, target, due)
         # Most optimizers allocate their moments at the first update.
         is_new = self.completed == 0 and not self._setup.optimizer.form.eager
@@ -186,37 +187,37 @@ class StateTransfer:
         )
         self.copied_s = time.perf_counter() - start
 
-    def _move_total(self, total: Gradients | None) -> Gradients | None:
+    def _move_total(self, total: SummedGradients | None) -> SummedGradients | None:
         """Give the new holders the summed gradients `total`; the old generation keeps its own.
 
         Returns the summed gradients of the new shard.
         """
-        old, new = self._old, self._new
+        new = self._new
         gradients = new.gradients if new is not None else {}
 
         def local() -> Iterator[None]:
             for param, held, due in self._held_apart():
                 assert total is not None
-                copy_shared_rows(param, total[param], held, gradients[param], due)
+                copy_shared_rows(param, total[param, held], held, gradients[param, due], due)
                 yield
 
-        source = GradientParts(old.ranges, [total]) if old is not None and total else None
-        target = GradientParts(new.ranges, [gradients]) if new is not None else None
+        source, target = GradientParts([total or {}]), GradientParts([gradients])
         self.gradient_bytes = self._exchange.run(
             self._generation.planned, 1, view_of(source), view_of(target), meanwhile=local()
         )
         if new is None:
             return None
         whole = {**(total or {}), **gradients}
-        return {param: whole[param] for param in new.shard.tensors}
+        return {held: whole[held] for held in new.shard.slices}
 
     def _held_apart(self) -> Iterator[tuple[Param, Range, Range]]:
-        """Parameters of both layouts in tensors that are not shared, with both ranges."""
+        """Parameters of both layouts in slices that are not shared, with both ranges."""
         old, new = self._old, self._new
         if old is not None and new is not None:
-            for param in unshared(new.shard, old):
-                if param in old.ranges:
-                    yield param, old.ranges[param], new.ranges[param]
+            before = old.state_ranges
+            for param, due in unshared(new.shard, old):
+                for held in before.get(param, ()):
+                    yield param, held, due
 
 
 def distribute_replicated_state(

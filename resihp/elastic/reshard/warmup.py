@@ -36,7 +36,7 @@ def warm_up(setup: Setup, rendezvous: Rendezvous) -> None:
     ids = torch.zeros(_TOKENS, dtype=torch.long)
     _run(setup, alone, {"layers.0": layer}, whole, Packed(ids, ids, (_TOKENS,)))
     tensors = {param: nn.Parameter(torch.zeros(1, device=setup.device)) for param in layer}
-    optimizer = setup.optimizer.build(setup.model.parameters, tensors)
+    optimizer = setup.optimizer.build(setup.model.parameters, tensors.items())
     for tensor in tensors.values():
         tensor.grad = torch.zeros_like(tensor)
     optimizer.step()

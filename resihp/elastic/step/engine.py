@@ -28,7 +28,6 @@ from ..process_groups.layout_groups import LayoutGroups
 from .data import Cursor
 from .gradient_accumulation import (
     DeterministicGradientSum,
-    Gradients,
     GradientSum,
     Parts,
     StepRemainder,
@@ -36,6 +35,7 @@ from .gradient_accumulation import (
 from .gradient_allreduce import (
     DeterministicAllReduce,
     GradientAllReduce,
+    SummedGradients,
     clip,
     norm_of,
     squared_norms,
@@ -44,6 +44,7 @@ from .schedule import check_schedule, order_of
 from .setup import Setup
 from .shard import Shard
 from .stage_runner import StageRunner
+from .state_sharding import GradientReduceScatter, ParameterAllGather
 from .step_microbatches import StepMicrobatches
 from .telemetry import PassRecorder
 
@@ -70,10 +71,11 @@ class ReducedStep:
 class Engine:
     """Runs steps of one rank in one generation.
 
-    A step is `accumulate`, `reduce`, `update`. The local sums do not change until `update`, so that
-    a failure before it loses no other replica's work. `total` holds the whole gradients before
-    `update`, summed here or transferred from the previous generation. `rest` is the remainder of a
-    step that the previous generation began; None: the next step is a whole one.
+    A step is `accumulate`, `reduce`, `update`, `gather`. The local sums do not change until
+    `update`, so that a failure before it loses no other replica's work. `total` holds the whole
+    gradients before `update`, of the rows whose optimizer state this rank holds, summed here or
+    transferred from the previous generation. `rest` is the remainder of a step that the previous
+    generation began; None: the next step is a whole one.
 
     is_accumulated  all passes of this rank in the current step are done
     can_claim       all ranks could reach the store in the last step, so that replicas may claim
@@ -103,7 +105,10 @@ class Engine:
         )
         kind = DeterministicGradientSum if setup.deterministic else GradientSum
         self._sums = kind(shard.tensors, plan.microbatches)
-        self.total: Gradients | None = None
+        self.total: SummedGradients | None = None
+        self._gather = None
+        if groups.state is not None:
+            self._gather = ParameterAllGather(shard, groups, setup.bucket_bytes)
         self.can_claim = True
         self._overlapped: GradientAllReduce | None = None
         self._losses: dict[int, float] = {}
@@ -118,7 +123,8 @@ class Engine:
         """Return this rank's shard of a sum that its replica holds."""
         if kept.total:
             assert self.total is not None
-            return [((0, self.plan.microbatches), self.total)]
+            total = {param: gradient for (param, _), gradient in self.total.items()}
+            return [((0, self.plan.microbatches), total)]
         return self._sums.parts()
 
     def losses_of(self, kept: SurvivingSum) -> Mapping[int, float]:
@@ -184,20 +190,33 @@ class Engine:
         return ReducedStep(step, loss, norm, ready, bool(summed[2] > 0), stolen)
 
     def update(self, norm: float, step: int) -> None:
-        """Clip the summed gradients and update, without communication."""
+        """Clip the summed gradients and update, without communication.
+
+        What is held in part is to be gathered after it.
+        """
         timing = self._telemetry.start()
         optimizer, data = self.setup.optimizer, self.setup.data
         assert self.total is not None, "only a gradient that is whole everywhere may be used"
-        for param, tensor in self.shard.tensors.items():
-            tensor.grad = self.total[param]
+        for held, tensor in self.shard.slices.items():
+            tensor.grad = self.total[held]
         if optimizer.max_norm is not None:
             clip(self.shard, norm, optimizer.max_norm)
         optimizer.set_rate(self.shard.optimizer, step)
         self.shard.optimizer.step()
+        for tensor in self.shard.slices.values():
+            tensor.grad = None
         if isinstance(data, Cursor):
             data.finish(step)
         self._start(StepRemainder(full_assignments(self.plan)))
         self._telemetry.record(Op.OPTIMIZER, step, timing)
+
+    def gather(self) -> None:
+        """Fill parameters of which other ranks alone hold the optimizer state, and update them.
+
+        All ranks of the layout do, after an update and after a change. Raises `PeerLostError`.
+        """
+        if self._gather is not None:
+            self._gather.run()
 
     def release(self) -> None:
         """Free the state but not the groups; tensors shared with another shard stay there."""
@@ -205,6 +224,7 @@ class Engine:
             for owner in module.modules():
                 owner._parameters.clear()
         self.shard.tensors.clear()
+        self.shard.slices.clear()
         self.shard.optimizer.state.clear()
         self.shard.optimizer.param_groups.clear()
 
@@ -298,7 +318,8 @@ class Engine:
         """Return the sum that overlaps with backward; None: the order of summation is fixed."""
         if self.setup.deterministic:
             return None
-        return GradientAllReduce(self.shard, self.groups, self._sums, self.setup.bucket_bytes)
+        kind = GradientAllReduce if self.groups.state is None else GradientReduceScatter
+        return kind(self.shard, self.groups, self._sums, self.setup.bucket_bytes)
 
     def _ordered_sum(self, counts: StepCounts) -> GradientAllReduce:
         """Return the sum in the fixed order, over what each replica has computed."""

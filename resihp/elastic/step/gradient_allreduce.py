@@ -8,21 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 
 import torch
 
-from resihp.layout import GradientReduction, Param, Parameters, Range
+from resihp.layout import GradientReduction, Param, Parameters, Range, StateRange, containing
 
 from ..microbatches.ledger import Spans, indices
 from ..microbatches.tree_sum import nodes
 from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice
-from ..process_groups.layout_groups import LayoutGroups
+from ..process_groups.layout_groups import LayoutGroups, StateShards
 from ..process_groups.tree_allreduce import tree_allreduce
 from .gradient_accumulation import Gradients, GradientSum
 from .shard import Shard, rows
 
 Piece = tuple[Param, Range]
+
+SummedGradients = dict[StateRange, torch.Tensor]
+"""Gradients summed over replicas, of the rows whose optimizer state a rank holds."""
+
 _NORM_PART = 8 << 20  # elements: 64 MiB in float64
 
 
@@ -57,8 +62,13 @@ class GradientAllReduce:
         for _ in self._buckets.finish():
             pass
 
-    def finish(self) -> Gradients:
+    def finish(self) -> SummedGradients:
         """Return the whole gradients. Raises `PeerLostError`; the local sums stay as they were."""
+        whole = self._whole()
+        return {held: rows_of(whole, self._shard, held) for held in self._shard.slices}
+
+    def _whole(self) -> Gradients:
+        """Return the whole gradients of all parameters held."""
         total = Gradients()
         for pieces, flat in self._exchange():
             self._unpack(pieces, flat, total)
@@ -148,19 +158,51 @@ class DeterministicAllReduce(GradientAllReduce):
         return tree_allreduce(group, index, own, size, nodes_of, self._leaves)
 
 
-def squared_norms(
-    gradients: Gradients, groups: LayoutGroups, parameters: Parameters
-) -> torch.Tensor:
-    """Return this rank's squared gradient norms, flat [parameters * degrees].
+def rows_of(gradients: Gradients, shard: Shard, held: StateRange) -> torch.Tensor:
+    """Return the rows of gradients in which optimizer state is held."""
+    param, span = held
+    if span == shard.ranges[param]:
+        return gradients[param]
+    return rows(gradients[param], param, span, shard.ranges[param][0])
 
-    Every parameter and TP index has an element of its own, which one rank of replica 0 fills: the
-    sum over ranks only adds zeros, so the norm does not depend on how ranks are grouped.
+
+def squared_norms(
+    gradients: SummedGradients, groups: LayoutGroups, parameters: Parameters
+) -> torch.Tensor:
+    """Return parts of the squared gradient norm, flat, of which this rank fills its own.
+
+    Every part is filled by one rank: the sum over ranks only adds zeros, so the norm does not
+    depend on how ranks are grouped.
     """
+    if groups.state is not None:
+        squares = _of_blocks(gradients, groups.state, groups.place.rank)
+    else:
+        squares = _of_parameters(gradients, groups, parameters)
+    return squares.to(groups.device)
+
+
+def _of_blocks(gradients: SummedGradients, state: StateShards, rank: int) -> torch.Tensor:
+    """Return an element for each block of the layout, which its first holder fills."""
+    blocks = [*chain.from_iterable(state.blocks.values())]
+    squares = torch.zeros(len(blocks), dtype=torch.float64)
+    for index, block in enumerate(blocks):
+        if block.ranks[0] == rank:
+            held = containing(state.ranges, block.param, block.span)
+            squares[index] = _squared_norm(
+                rows(gradients[held], block.param, block.span, held[1][0])
+            )
+    return squares
+
+
+def _of_parameters(
+    gradients: SummedGradients, groups: LayoutGroups, parameters: Parameters
+) -> torch.Tensor:
+    """Return an element for each parameter and TP index, which a rank of replica 0 fills."""
     degrees = max(stage.tp for stage in groups.layout.replicas[0].stages)
     squares = torch.zeros(len(parameters.all), degrees, dtype=torch.float64, device=groups.device)
     if groups.place.dp == 0:
         row_of = {param: index for index, param in enumerate(parameters.all)}
-        for param, gradient in gradients.items():
+        for (param, _), gradient in gradients.items():
             is_tied_copy = groups.place.pp > 0 and param in parameters.first
             if not is_tied_copy and (param.dim is not None or groups.place.tp == 0):
                 squares[row_of[param], groups.place.tp] = _squared_norm(gradient)
@@ -185,6 +227,6 @@ def norm_of(squares: torch.Tensor) -> float:
 def clip(shard: Shard, norm: float, max_norm: float) -> None:
     """Scale the shard's gradients so that the whole gradient's norm is at most `max_norm`."""
     if norm > max_norm:
-        for tensor in shard.tensors.values():
+        for tensor in shard.slices.values():
             assert tensor.grad is not None
             tensor.grad.mul_(max_norm / norm)

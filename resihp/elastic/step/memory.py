@@ -114,6 +114,8 @@ def measure_memory(setup: Setup, packed: Packed, *, budget_bytes: int | None = N
         budget_bytes=budget_bytes,
         bytes_per_param=8.0 + layer[0].casts / layer_params.of_share(1.0),
         optimizer_bytes_per_param=4.0 * (setup.optimizer.copies - 1),
+        sharded_optimizer=setup.optimizer_replicas is not None,
+        optimizer_copies=setup.optimizer_replicas or 1,
         reduce_bytes_per_param=4.0,
         layer_params=layer_params,
         first_params=_params(parameters.first),
@@ -187,7 +189,7 @@ def _update(setup: Setup, own: dict[Param, nn.Parameter], tensors: LiveTensors, 
 
     Some optimizers copy all parameters of a group at once (`foreach`), others one at a time.
     """
-    optimizer = setup.optimizer.build(setup.model.parameters, own)
+    optimizer = setup.optimizer.build(setup.model.parameters, own.items())
     for group in optimizer.param_groups:
         group["params"] = [*group["params"], *_like(group["params"] * (times - 1))]
     optimizer.step()

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from resihp._devices import with_index
 from resihp.contracts import ContractError, Op
+from resihp.layout import StateCopies
 
 from ..microbatches.balancing import StepWork
 from ..models import Model
@@ -89,6 +90,12 @@ class Setup:
     steal_ahead    a replica of one stage that has no microbatch left takes pending ones of the
                    slowest such replica, if it is then ahead by more than so many mean microbatches;
                    None: none does
+    optimizer_replicas
+                   replicas that hold the optimizer's state of each range of a parameter (ZeRO
+                   stage 1): at 2, the loss of a rank costs none of it; at 1, training goes back to
+                   a checkpoint then. None: all that hold the parameter
+    ranks_per_node of consecutive numbers; where they can, replicas that hold the same state are on
+                   several nodes. `train` takes it from the job
     max_in_flight  most microbatches of which a stage may hold activations, which orders of passes
                    keep to; None: unlimited. `train` takes it from the job
     """
@@ -106,12 +113,18 @@ class Setup:
     record_transfer: TransferRecorder | None = None
     work: StepWork | None = None
     steal_ahead: float | None = None
+    optimizer_replicas: int | None = None
+    ranks_per_node: int = 1
     max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", with_index(torch.device(self.device)))
         if self.bucket_bytes < 1:
             raise ContractError("bucket_bytes", f"must be 1 or more, not {self.bucket_bytes}")
+        if self.optimizer_replicas is not None and self.optimizer_replicas < 1:
+            raise ContractError(
+                "optimizer_replicas", f"must be 1 or more, not {self.optimizer_replicas}"
+            )
         if self.recompute not in (None, *get_args(Recompute)):
             known = " or ".join(map(repr, get_args(Recompute)))
             raise ContractError("recompute", f"must be {known} or None, not {self.recompute!r}")
@@ -122,6 +135,13 @@ class Setup:
             )
         if self.steal_ahead is not None and not self.steal_ahead >= 0.0:
             raise ContractError("steal_ahead", f"must be 0 or more, not {self.steal_ahead}")
+
+    @property
+    def state_copies(self) -> StateCopies | None:
+        """Copies of each range of the optimizer's state; None: on all that hold the parameter."""
+        if self.optimizer_replicas is None:
+            return None
+        return StateCopies(self.optimizer_replicas, self.ranks_per_node)
 
     @cached_property
     def described_model(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from resihp.contracts import ContractError
-from resihp.layout import Param, Range
+from resihp.layout import Param, Range, StateRange, StateRanges, by_param
 
 from ..models import Model
 from ..optim import Optimizer
@@ -35,36 +35,43 @@ class Shard:
     parts       modules by part name, in the order in which they are run
     ranges      range of each parameter held here
     tensors     the parameter tensors themselves
-    optimizer   updates exactly these tensors, one group for each of `settings.groups`
+    slices      rows of them whose optimizer state is held here: the tensors themselves, or views
+    optimizer   updates exactly these slices, one group for each of `settings.groups`
     """
 
     parts: dict[str, nn.Module]
     ranges: dict[Param, Range]
     tensors: dict[Param, nn.Parameter]
+    slices: dict[StateRange, nn.Parameter]
     optimizer: torch.optim.Optimizer
     settings: Optimizer
 
-    def state(self, param: Param) -> tuple[torch.Tensor, ...]:
-        """Return the parameter and its moments; zeros where the optimizer has none yet."""
-        tensor = self.tensors[param]
-        held = self.optimizer.state.get(tensor, {})
-        moments = (held.get(name) for name in self.settings.form.moments)
+    @property
+    def state_ranges(self) -> StateRanges:
+        """Ranges of each parameter whose optimizer state is held here."""
+        return by_param(self.slices)
+
+    def state(self, held: StateRange) -> tuple[torch.Tensor, ...]:
+        """Return rows of a parameter and their moments; zeros where there are none yet."""
+        tensor = self.slices[held]
+        state = self.optimizer.state.get(tensor, {})
+        moments = (state.get(name) for name in self.settings.form.moments)
         return (tensor.data, *(torch.zeros_like(tensor) if m is None else m for m in moments))
 
-    def reserve(self, param: Param, allot: Allot | None = None) -> None:
-        """Allocate the state of a parameter, to be received from another rank.
+    def reserve(self, held: StateRange, allot: Allot | None = None) -> None:
+        """Allocate the optimizer state of some rows, to be received from another rank.
 
         `allot` gives the memory; None: existing optimizer state is used.
         """
-        tensor, defaults = self.tensors[param], self.optimizer.defaults
-        held = self.optimizer.state[tensor]
-        if held:
+        tensor, defaults, param = self.slices[held], self.optimizer.defaults, held[0]
+        state = self.optimizer.state[tensor]
+        if state:
             if allot is not None:
-                held.update((name, allot(param, tensor)) for name in self.settings.form.moments)
+                state.update((name, allot(param, tensor)) for name in self.settings.form.moments)
             return
         on_device = defaults.get("fused") or defaults.get("capturable")
         device = tensor.device if on_device else torch.device("cpu")
-        self.settings.form.fill(held, tensor, device, partial(allot or zeros, param))
+        self.settings.form.fill(state, tensor, device, partial(allot or zeros, param))
 
     def scalars(self) -> torch.Tensor:
         """Return the optimizer's scalars [groups, names]; -inf where this rank has none."""
@@ -147,15 +154,34 @@ def build_shard(
             tensors.setdefault(param, owner.get_parameter(name))
             owner.register_parameter(name, tensors[param])
     tensors = {param: tensors[param] for param in ranges}
-    optimizer = settings.build(parameters, tensors)
-    shard = Shard(modules, ranges, tensors, optimizer, settings)
+    shared = {p for p, tensor in tensors.items() if current and current.tensors.get(p) is tensor}
     for param, tensor in tensors.items():
-        if current is not None and current.tensors.get(param) is tensor:
+        if param not in shared and allot is not None:
+            tensor.data = allot(param, tensor.data)
+    whole = {param: (span,) for param, span in ranges.items()}
+    state = whole if groups.state is None else groups.state.ranges
+    slices: dict[StateRange, nn.Parameter] = {}
+    for rows_held in ((param, span) for param, spans in state.items() for span in spans):
+        kept = current.slices.get(rows_held) if current and rows_held[0] in shared else None
+        slices[rows_held] = _slice(tensors, ranges, rows_held) if kept is None else kept
+    optimizer = settings.build(parameters, [(param, one) for (param, _), one in slices.items()])
+    shard = Shard(modules, ranges, tensors, slices, optimizer, settings)
+    for rows_held, tensor in slices.items():
+        if current is not None and current.slices.get(rows_held) is tensor:
             shard.optimizer.state[tensor] = current.optimizer.state[tensor]
         elif allot is not None:
-            tensor.data = allot(param, tensor.data)
-            shard.reserve(param, allot)
+            shard.reserve(rows_held, allot)
     return shard
+
+
+def _slice(
+    tensors: Mapping[Param, nn.Parameter], ranges: Mapping[Param, Range], held: StateRange
+) -> nn.Parameter:
+    """Return the tensor of a parameter, or a view of some of its rows."""
+    param, span = held
+    if span == ranges[param]:
+        return tensors[param]
+    return nn.Parameter(rows(tensors[param].data, param, span, ranges[param][0]))
 
 
 def check_part(
