@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from resihp.contracts import Job, Plan, from_json
+from resihp.contracts import Job, Plan, Verdict, from_json
 
 from ..errors import LeaseLostError
 from .documents import (
@@ -69,6 +69,18 @@ class Lease:
     job: str
     token: bytes
     generation: bytes
+
+
+@dataclass(frozen=True)
+class ShownState:
+    """What is stored of a job apart from its saved state, in the same transactions.
+
+    plans     the active plan and the newest later ones, oldest first
+    verdicts  those that are not of ordinary healthy ranks
+    """
+
+    plans: tuple[Plan, ...]
+    verdicts: tuple[Verdict, ...]
 
 
 def _owner(token: bytes | None) -> str | None:
@@ -163,6 +175,22 @@ class WorkerStore:
             return None
         saved = {name.decode(): value for name, value in state.items()}
         return from_json(Job, json.loads(document)), plan_from_json(loads(plan)), saved
+
+    def shown_state(self, job: str, *, most_plans: int) -> ShownState:
+        """The plans and verdicts of a job that the API shows, so many of the plans."""
+        keys = keys_of(job)
+        with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hkeys(keys.plans).hmget(keys.status, "rollout", "verdicts")
+            known, (rollout, verdicts) = pipe.execute()
+        versions = sorted(map(int, known))
+        active = loads(rollout)["active"] if rollout else versions[-1]
+        later = [version for version in versions if version > active]
+        kept = [active, *later[1 - most_plans :]] if active in versions else versions[-1:]
+        plans = self._redis.hmget(keys.plans, kept)
+        return ShownState(
+            tuple(plan_from_json(loads(plan)) for plan in plans),
+            tuple(from_json(Verdict, each) for each in json.loads(verdicts or "[]")),
+        )
 
     def predictor(self, job: Job) -> bytes | None:
         """The predictor stored for jobs of this kind; None if there is none yet."""

@@ -25,7 +25,7 @@ from ..store.worker_store import Lease, WorkerStore
 from .adapters import AdapterFactory, Adapters, load_adapters
 from .load import LoadMeter, TimeShare, WorkerLoads
 from .owned_job import SHOW_EVERY_S, OwnedJob
-from .planning import Planner
+from .planning import MOST_PLANS, Planner
 from .session import JobSession
 
 log = logger("resihp.worker")
@@ -301,8 +301,10 @@ class Worker:
         predictor = self._store.predictor(description)
         session = JobSession(description, plan, self._adapters, self._planner, predictor)
         shown = stream_order(saved.pop("shown", b"0-0").decode())  # known before a state is saved
-        if saved:
-            session.resume(saved)
+        if not (saved and session.resume(saved)):
+            known = self._store.shown_state(job, most_plans=MOST_PLANS)
+            if known.plans[-1].version > plan.version:
+                session.go_on(known)
         self._owned[job] = OwnedJob(lease, session, frozenset(saved))
         claimed = self._store.claim(lease, saved.get("applied", b"0-0").decode())
         while (messages := _first_bytes(claimed, _READ_BYTES)) and not stop.is_set():

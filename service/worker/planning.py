@@ -31,7 +31,7 @@ _RETRY_S = 5.0
 _LONGEST_RETRY_S = 600.0
 # Of what ranks report, whichever they name: as many ranks as one report may have, and more plans
 # than a job can be behind with.
-_MOST_RANKS, _MOST_PLANS = 131_072, 16
+_MOST_RANKS, MOST_PLANS = 131_072, 16
 # A slowdown estimate that moves less than this (relative) does not change the situation.
 _TOLERANCE = 0.1
 
@@ -131,7 +131,7 @@ class PlanningState:
     def publish(self, plan: Plan) -> None:
         """Add a new plan, which the ranks have still to apply."""
         later = sorted(self.plans.keys() - {self.active_version})
-        for version in later[: 1 - _MOST_PLANS]:
+        for version in later[: 1 - MOST_PLANS]:
             del self.plans[version]
         self.plans[plan.version] = plan
         self.acks = {}

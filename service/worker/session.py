@@ -44,10 +44,11 @@ from ..store.documents import (
     planning_in_short,
     stream_order,
 )
+from ..store.worker_store import ShownState
 from .adapters import Adapters
 from .forecast import Forecast, ForecastState
 from .listening import ListeningClock
-from .planning import Planner, PlanningState, PlanRequest
+from .planning import Planner, PlanningState, PlanRequest, speeds_of
 from .probes import OpenProbes
 from .reactions import ReactionLog
 from .step_times import StepTime, StepTimes
@@ -502,21 +503,45 @@ class JobSession:
         }
         return parts | arrays
 
-    def resume(self, saved: dict[str, bytes]) -> None:
+    def resume(self, saved: dict[str, bytes]) -> bool:
         """Restore a saved state. One that is unreadable becomes an event, and the session goes on
-        with a new detector, under the plans of the state if at least these can be read."""
+        with a new detector, under the plans of the state; False if not even these can be read, and
+        the session is that of a new job."""
+        before = self._state
         self._guarded("resume", lambda: self._restore(saved))
+        return self._state is not before
 
     def _restore(self, saved: dict[str, bytes]) -> None:
         state = from_json(SessionState, msgpack.unpackb(saved["session"]))
+        plan = state.planning.active
         self._state = replace(state, links=())  # none is compared by a new detector yet
         self._forecast = Forecast(self.job, state.forecast)
-        plan = self.planning.active
         self._steps, steps = StepTimes(plan.layout.ranks), StepTimes(plan.layout.ranks)
         self._detector.apply_plan(plan)
         steps.load(unpack(saved["steps"], saved))
         self._detector = self._adapters.restore(self.job, saved["detector"], saved)
         self._state, self._steps = state, steps
+
+    def go_on(self, shown: ShownState) -> None:
+        """Go on under the plans of a job whose saved state is lost, and with the ranks that had
+        stopped; all else that was known of its ranks is found out anew."""
+        active, newest = shown.plans[0], shown.plans[-1]
+        why = f"the saved state could not be read; the job goes on with plan {newest.version}"
+        log.warning(why, job=self.job.name, active=active.version)
+        self._state.planning = PlanningState(
+            {plan.version: plan for plan in shown.plans},
+            active.version,
+            speeds=speeds_of(shown.verdicts, {}, ()),
+            outcome={"state": "planned", "version": newest.version, "detail": why},
+        )
+        self._steps = StepTimes(active.layout.ranks)
+        self._detector.apply_plan(active)
+        members = active.layout.members
+        self._state.departed = {v.rank: v for v in shown.verdicts if v.rank not in members}
+        for verdict in shown.verdicts:
+            if verdict.status is Status.FAIL_STOP and verdict.rank in members:
+                step, detail = verdict.since_step, "; ".join(verdict.evidence)
+                self._detector.report_failure([verdict.rank], step=step, detail=detail)
 
 
 def _rounded(ms: float | None) -> float | None:

@@ -6,11 +6,13 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from fakes import fake_adapters
 
+from resihp.contracts import Plan, from_json, to_json
 from service import Settings
 from service.store.documents import JobMessage
 from service.store.embedded_redis import socket_path
@@ -113,6 +115,52 @@ def test_a_job_whose_steps_were_shown_before_a_state_was_saved_is_resumed_withou
         with redis.Redis(unix_socket_path=str(socket_path(tmp_path))) as store:
             assert store.hget(JobKeys("j").counts, "errors") == b"0"
         assert stored_steps(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("lost", ["session", "state"])
+def test_a_job_whose_saved_state_is_lost_goes_on_from_its_newest_plan(
+    tmp_path: Path, lost: str
+) -> None:
+    settings = Settings(data=tmp_path, redis_url=None, worker=False, commit_every_s=0.05)
+    keys = JobKeys("j")
+    with running(settings) as http:
+        http.register(job_of())
+
+        def plan_after(version: int, rank: int) -> Any:
+            assert http("POST", "/v1/jobs/j/failures", {"ranks": [rank]}).status == 202
+            return http("GET", f"/v1/jobs/j/plan?after={version}&wait=60").json()
+
+        with working(settings):
+            plan_after(0, 7)
+            http.send("j", batch_of(0, plan_version=1))
+            eventually(lambda: http.get("/v1/jobs/j")["rollout"]["active"] == 1)
+            assert plan_after(1, 5)["version"] == 2
+        with redis.Redis(unix_socket_path=str(socket_path(tmp_path))) as store:
+            if lost == "session":
+                store.hset(keys.state, "session", b"of another format")
+            else:
+                store.delete(keys.state)
+        with working(settings):
+            plan = from_json(Plan, {k: v for k, v in plan_after(2, 3).items() if k != "gap"})
+            assert http.get("/v1/jobs/j")["rollout"]["active"] == 1
+        assert plan.version == 3
+        assert plan.layout.members == {0, 1, 2, 4, 6}
+        assert http.get("/v1/jobs/j/plan/0")["layout"] == to_json(job_of().layout)
+
+
+def test_the_status_says_that_a_job_goes_on_without_its_saved_state(tmp_path: Path) -> None:
+    settings = Settings(data=tmp_path, redis_url=None, worker=False, commit_every_s=0.05)
+    with running(settings) as http:
+        http.register(job_of())
+        with working(settings):
+            assert http("POST", "/v1/jobs/j/failures", {"ranks": [7]}).status == 202
+            eventually(lambda: http.get("/v1/jobs/j")["plan"]["version"] == 1)
+        with redis.Redis(unix_socket_path=str(socket_path(tmp_path))) as store:
+            store.hset(JobKeys("j").state, "session", b"of another format")
+        with working(settings):
+            detail = eventually(lambda: http.get("/v1/jobs/j")["planning"].get("detail"))
+        assert detail == "the saved state could not be read; the job goes on with plan 1"
+        assert http.statuses("j")[7] == "fail_stop"
 
 
 @pytest.mark.parametrize(
