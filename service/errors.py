@@ -36,6 +36,16 @@ class PlanMismatchError(ResiHPError):
         )
 
 
+class FirstPlanError(ResiHPError):
+    """Another plan under the version 0."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__(
+            f"plan 0 of job {job!r} is the layout that it was registered with; PUT a plan of the "
+            "job's own under a higher version"
+        )
+
+
 class BodyTooLargeError(ResiHPError):
     """A request body exceeds the limit."""
 

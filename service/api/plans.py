@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Coroutine
 from functools import partial
@@ -12,7 +13,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from resihp.contracts import ContractError
 
-from ..errors import PlanMismatchError
+from ..errors import FirstPlanError, PlanMismatchError
 from ..store.documents import MessageKind, dumps, plan_from_json
 from ..store.schema import PLANS
 from . import bodies
@@ -108,7 +109,7 @@ async def post_ack(job: str, version: Version, request: Request, ctx: Ctx) -> di
 @router.put("/{version}", **bodies.accepts(bodies.OwnPlanBody))
 async def put_own(job: str, version: Version, request: Request, ctx: Ctx) -> dict[str, Any]:
     """Register a plan that the job made while the sidecar was unavailable and that all ranks work
-    under."""
+    under. Plan 0 is that of the registration: the same changes nothing, and another gets 409."""
     own = await bodies.read(request, bodies.OwnPlanBody)
     plan = await bodies.off_loop(request, lambda: plan_from_json(own.plan, "plan"))
     known = await ctx.store.job(job)
@@ -118,5 +119,9 @@ async def put_own(job: str, version: Version, request: Request, ctx: Ctx) -> dic
         raise ContractError("plan.quotas", f"must sum to the job's {known.microbatches}")
     if plan.layout.layers != known.layout.layers:
         raise ContractError("plan.layout", f"must have the job's {known.layout.layers} layers")
+    if version == 0:
+        if plan.digest != plan_from_json(json.loads(await ctx.store.plan(job, 0))).digest:
+            raise FirstPlanError(job)
+        return {"accepted": True}
     await ctx.store.put(job, MessageKind.OWN_PLAN, dumps(own.model_dump()).encode())
     return {"accepted": True}

@@ -33,6 +33,7 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     errors.UnknownJobError: (404, "unknown-job", {}),
     errors.UnknownPlanError: (404, "unknown-plan", {}),
     errors.PlanMismatchError: (409, "another-plan", {}),
+    errors.FirstPlanError: (409, "another-plan", {}),
     errors.BodyTooLargeError: (413, "body-too-large", {}),
     errors.SlowRequestError: (408, "slow-request", {"Connection": "close"}),
     ClientDisconnect: (400, "incomplete-request", {}),  # only for the log

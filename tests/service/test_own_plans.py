@@ -183,6 +183,20 @@ def test_over_the_wire(http: Http):
     client.close()
 
 
+def test_plan_0_is_that_of_the_registration(http: Http):
+    http.register(job_of("first"))
+    first = http.get("/v1/jobs/first/plan/0")
+    same = {name: value for name, value in first.items() if name != "gap"}
+    assert http("PUT", "/v1/jobs/first/plan/0", {"plan": first}).json() == {"accepted": True}
+    assert http("PUT", "/v1/jobs/first/plan/0", {"plan": same | {"reason": []}}).status == 202
+    other = http("PUT", "/v1/jobs/first/plan/0", {"plan": to_json(without(6, 0)), "lost": [6]})
+    assert (other.status, other.json()["type"]) == (409, "urn:resihp:problem:another-plan")
+    assert "registered with; PUT a plan of the job's own under a higher" in other.json()["detail"]
+    assert http("PUT", "/v1/jobs/first/plan/1", {"plan": to_json(without(6, 1))}).status == 202
+    eventually(lambda: http.get("/v1/jobs/first/plan")["version"] == 1)
+    assert http.get("/v1/jobs/first/plan/0") == first
+
+
 @pytest.mark.parametrize(
     ("version", "plan", "field"),
     [
