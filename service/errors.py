@@ -20,6 +20,16 @@ class UnknownJobError(ResiHPError):
         super().__init__(f"no job is registered as {job!r}; PUT /v1/jobs/{job} first")
 
 
+class BrokenJobError(ResiHPError):
+    """Keys of a job hold something else than they should."""
+
+    def __init__(self, job: str, reason: str) -> None:
+        super().__init__(
+            f"Redis has data of job {job!r} that cannot be used ({reason}); "
+            f"DELETE /v1/jobs/{job} and register it anew"
+        )
+
+
 class UnknownPlanError(ResiHPError):
     """The job has no plan of that version."""
 

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from resihp.contracts import ContractError, Plan, to_json
 
+from ..errors import BrokenJobError
 from ..store.documents import VERDICTS, MessageKind, dumps, joined
 from . import bodies
 from .conditional import CONDITIONAL, Known
@@ -92,9 +93,11 @@ async def list_jobs(
 async def get_job(job: str, ctx: Ctx, known: Known) -> Response:
     """A job, its newest plan, the roll-out of that plan, and how far the service is behind it:
     messages in no saved state, age of the oldest that no worker has read, messages refused and
-    records dropped by senders."""
-    tag = await ctx.store.tag(job, "plans", "planning", "rollout", "last_step")
+    records dropped by senders; and the `error` for which no worker works on it, or null."""
+    tag = await ctx.store.tag(job, "plans", "planning", "rollout", "last_step", "error")
     (counts,), (lag_s,) = await ctx.store.counts(job), await ctx.lags.of(job)
+    if counts is None:
+        raise BrokenJobError(job, "its messages or counters are something else")
     progress = {
         "backlog": counts["backlog"],
         "lag_s": lag_s,
@@ -103,8 +106,8 @@ async def get_job(job: str, ctx: Ctx, known: Known) -> Response:
     }
 
     async def content() -> bytes:
-        planning, rollout, last_step = await ctx.store.status(
-            job, "planning", "rollout", "last_step"
+        planning, rollout, last_step, error = await ctx.store.status(
+            job, "planning", "rollout", "last_step", "error"
         )
         return joined(
             job=await ctx.store.description(job),
@@ -112,6 +115,7 @@ async def get_job(job: str, ctx: Ctx, known: Known) -> Response:
             planning=planning or '{"state":"idle"}',
             rollout=rollout,
             last_step=last_step or "-1",
+            error=error,
             **{name: dumps(value) for name, value in progress.items()},
         )
 

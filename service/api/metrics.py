@@ -91,8 +91,8 @@ async def exposition(store: HttpStore, lags: JobLags, http: HttpMetrics) -> byte
         name: {
             "lag_seconds": lag_s,
             "load": loads.get(name, 0.0),
-            "counts": counts,
-            "backlog": counts["backlog"],
+            "counts": counts or {},
+            "backlog": (counts or {}).get("backlog", 0),
             "devices": json.loads(status["devices"] or "{}"),
             "links": json.loads(status["link_counts"] or "{}"),
             "last_step": json.loads(status["last_step"] or "-1"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
@@ -19,6 +19,7 @@ from resihp.contracts import ContractError, InfeasibleError
 
 from .. import errors
 from ..logs import logger
+from ..store.faults import store_fault
 
 log = logger("resihp.api")
 
@@ -31,6 +32,7 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     RequestValidationError: (422, "invalid-content", {}),
     InfeasibleError: (409, "no-feasible-plan", {}),
     errors.UnknownJobError: (404, "unknown-job", {}),
+    errors.BrokenJobError: (500, "broken-job", {}),
     errors.UnknownPlanError: (404, "unknown-plan", {}),
     errors.PlanMismatchError: (409, "another-plan", {}),
     errors.FirstPlanError: (409, "another-plan", {}),
@@ -43,30 +45,6 @@ PROBLEMS: dict[type[Exception], tuple[int, str, Mapping[str, str]]] = {
     errors.TooManyWatchersError: (429, "too-many-watchers", _RETRY),
     errors.BacklogFullError: (429, "backlog-full", _RETRY),
 }
-
-# Error code of Redis -> why it cannot serve at present, and what helps.
-_FAULTS = {
-    "OOM": "Redis is out of memory: let workers apply the backlog, or raise maxmemory",
-    "READONLY": "Redis is a read-only replica: name its primary with --redis or REDIS_URL",
-    "NOPERM": "Redis denies the sidecar's user a command or key that it needs (ACL)",
-    "MISCONF": "Redis cannot write to its disk, which may be full: its log says more",
-    "BUSY": "Redis is busy with a script of another client: SCRIPT KILL ends it",
-    "LOADING": "Redis is loading its data",
-    "NOREPLICAS": "Redis has fewer replicas than it needs for writing",
-    "MASTERDOWN": "Redis is a replica that has lost its primary",
-    "CLUSTERDOWN": "the Redis cluster is down",
-}
-_FAULT_CLASSES: dict[type[redis.RedisError], str] = {
-    redis.OutOfMemoryError: "OOM",
-    redis.ReadOnlyError: "READONLY",
-    redis.exceptions.NoPermissionError: "NOPERM",
-    redis.BusyLoadingError: "LOADING",
-    redis.exceptions.MasterDownError: "MASTERDOWN",
-    redis.exceptions.ClusterDownError: "CLUSTERDOWN",
-}
-# What a script runs into is told in other ways by some versions of Redis.
-_CODE = re.compile(rf"\b({'|'.join(_FAULTS)})\b")
-_DENIED_IN_SCRIPT = "The user executing the script can't"
 
 
 def problem(
@@ -115,25 +93,20 @@ async def _known(request: Request, error: Exception) -> Response:
 async def _store(request: Request, error: Exception) -> Response:
     assert isinstance(error, redis.RedisError)
     detail = store_fault(error)
+    job = request.path_params.get("job")
+    if detail is None and job is not None:
+        _note_broken(job, str(error))
+        return await _known(request, errors.BrokenJobError(job, str(error)))
     if detail is None:
         return await _unexpected(request, error)
     log.warning("store unavailable", path=request.url.path, reason=detail, error=str(error))
     return problem(503, "store-unavailable", f"{detail}; retry", _RETRY)
 
 
-def store_fault(error: redis.RedisError) -> str | None:
-    """Reason why Redis cannot serve at present; None if the error is ours."""
-    for kind, code in _FAULT_CLASSES.items():
-        if isinstance(error, kind):
-            return _FAULTS[code]
-    if isinstance(error, redis.AuthenticationError):
-        return "Redis refuses the name or the password of the sidecar's user"
-    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-        return "the sidecar cannot reach its Redis"
-    if _DENIED_IN_SCRIPT in str(error):
-        return _FAULTS["NOPERM"]
-    found = _CODE.search(str(error))
-    return _FAULTS[found[1]] if found else None
+@lru_cache(maxsize=1_024)
+def _note_broken(job: str, error: str) -> None:
+    """Log an error of a job's data once, whatever the requests."""
+    log.error("data of a job cannot be used", job=job, error=error)
 
 
 def _invalid(error: RequestValidationError) -> Response:

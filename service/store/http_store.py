@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+from redis import RedisError
 from redis.asyncio import Redis
 
 from resihp.contracts import Job, Plan, from_json, to_json
@@ -24,6 +25,7 @@ from .documents import (
     stream_order,
     verdict_texts,
 )
+from .faults import store_fault
 from .message_writer import MessageWriter
 from .schema import (
     APIS,
@@ -119,12 +121,14 @@ class HttpStore:
         return expired
 
     async def _heard_s(self, name: str) -> float:
-        """Unix time of a job's registration or of its last message, in seconds."""
+        """Unix time of a job's registration or of its last message, in seconds; infinite for one
+        that is gone or whose keys hold something else."""
         keys = keys_of(name)
-        registered = await self._redis.hget(keys.meta, "registered_at")
-        if registered is None:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hget(keys.meta, "registered_at").xinfo_stream(keys.messages)
+            registered, stream = await _answers(pipe)
+        if registered is None or stream is None:
             return math.inf
-        stream = await self._redis.xinfo_stream(keys.messages)
         return max(float(registered), stream_order(stream["last-generated-id"].decode())[0] / 1e3)
 
     async def _announce(self, name: str) -> None:
@@ -201,11 +205,14 @@ class HttpStore:
     async def statuses(
         self, names: Sequence[str], *documents: str
     ) -> list[dict[str, bytes | None]]:
-        """These status documents of each of the jobs, as JSON."""
+        """These status documents of each of the jobs, as JSON; none of one whose keys hold
+        something else."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.hmget(keys_of(name).status, documents)
-            return [dict(zip(documents, found, strict=True)) for found in await pipe.execute()]
+            answers = await _answers(pipe)
+        none = [None] * len(documents)
+        return [dict(zip(documents, found or none, strict=True)) for found in answers]
 
     async def verdicts(self, name: str, *, after: int, limit: int | None) -> list[tuple[int, str]]:
         """The verdicts on the devices of a job above rank `after`, the first `limit` of them, as
@@ -214,14 +221,17 @@ class HttpStore:
         status = {key: json.loads(document) for key, document in found if document is not None}
         return verdict_texts(status, after=after, limit=limit)
 
-    async def counts(self, *names: str) -> list[dict[str, int]]:
-        """Counters of each of these jobs, and its `backlog`: messages in no saved state."""
+    async def counts(self, *names: str) -> list[dict[str, int] | None]:
+        """Counters of each of these jobs, and its `backlog`: messages in no saved state; None for
+        one whose keys hold something else."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for keys in map(keys_of, names):
                 pipe.hgetall(keys.counts).xlen(keys.messages)
-            answers = await pipe.execute()
+            answers = await _answers(pipe)
         return [
-            {key.decode(): int(value) for key, value in fields.items()} | {"backlog": backlog}
+            None
+            if fields is None or backlog is None
+            else {key.decode(): int(value) for key, value in fields.items()} | {"backlog": backlog}
             for fields, backlog in zip(answers[::2], answers[1::2], strict=True)
         ]
 
@@ -335,6 +345,15 @@ class HttpStore:
                 break
             newest = f"({items[-1][0].decode()}"
         return found[:limit][::-1]
+
+
+async def _answers(pipe: Any) -> list[Any]:
+    """The answers to commands on keys of jobs; None for one whose key holds something else."""
+    answers: list[Any] = await pipe.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, RedisError) and store_fault(answer) is not None:
+            raise answer
+    return [None if isinstance(answer, RedisError) else answer for answer in answers]
 
 
 def _order(item: tuple[bytes, dict[bytes, bytes]]) -> tuple[int, int]:

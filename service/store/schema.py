@@ -137,10 +137,11 @@ return {id, status}
 
 # KEYS: jobs, generations, meta, messages, plans, history of the event, all keys of the job
 # ARGV: name, job, plan 0, now, max jobs, consumer group, event
-# Returns 0 (registered before with equal content), 1 (registered) or -1 (too many jobs).
+# Returns 0 (registered before with equal content), 1 (registered) or -1 (too many jobs). A key that
+# holds another kind of value is no obstacle.
 REGISTER = """
 local meta, messages, plans, history = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local old = redis.call('HGET', meta, 'job')
+local old = redis.pcall('HGET', meta, 'job')
 if old == ARGV[2] then return 0 end
 if not old and redis.call('SCARD', KEYS[1]) >= tonumber(ARGV[5]) then return -1 end
 local generation = redis.call('INCR', KEYS[2])
@@ -162,11 +163,11 @@ return redis.call('SREM', KEYS[1], ARGV[1])
 """
 
 # KEYS: lease, fences   ARGV: worker, time to live (ms)
-# Returns the new token, or false while another worker holds the lease. DEL comes before the writes
-# that need memory, like PERSIST above.
+# Returns the new token, or false while another worker holds the lease; a value of another kind is
+# none. DEL comes before the writes that need memory, like PERSIST above.
 ACQUIRE = """
-local held = redis.call('GET', KEYS[1])
-if held and string.match(held, ':(.*)$') ~= ARGV[1] then return false end
+local held = redis.pcall('GET', KEYS[1])
+if type(held) == 'string' and string.match(held, ':(.*)$') ~= ARGV[1] then return false end
 redis.call('DEL', KEYS[1])
 local token = redis.call('INCR', KEYS[2]) .. ':' .. ARGV[1]
 redis.call('SET', KEYS[1], token, 'PX', ARGV[2])
@@ -181,7 +182,7 @@ return token
 # a Redis that has lost its last writes, in a crash or to a replica, may still have the lease. The
 # token changes with the owner only: extending the lease meanwhile does not matter.
 COMMIT = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1]
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1]
     or redis.call('HGET', KEYS[2], 'generation') ~= ARGV[2]
     or (redis.call('HGET', KEYS[2], 'commits') or '0') ~= ARGV[3] then return 0 end
 redis.call('PERSIST', KEYS[2])
@@ -211,27 +212,40 @@ return 1
 # ARGV: group, worker, most messages of a job, size of bodies from which on the jobs that follow are
 # left out, token and generation of each job
 # Returns the number of jobs that are not left out, and for each of them that has new messages its
-# number and the messages; none of those whose token or generation is not the present one, as who
-# reads messages takes them from everybody else.
+# number and the messages, or the error that its keys lead to; none of those whose token or
+# generation is not the present one, as who reads messages takes them from everybody else.
 READ = """
+local function unread(lease, meta, stream, token, generation)
+  if redis.pcall('GET', lease) ~= token
+      or redis.call('HGET', meta, 'generation') ~= generation then return end
+  local answer = redis.call(
+    'XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', ARGV[3], 'STREAMS', stream, '>')
+  if not answer then return end
+  local size = 0
+  for _, message in ipairs(answer[1][2]) do size = size + #message[2][4] end
+  return answer[1][2], size
+end
 local found, size, job = {}, 0, 0
 while job < #KEYS / 3 and size < tonumber(ARGV[4]) do
   job = job + 1
-  local lease, meta, stream = KEYS[3 * job - 2], KEYS[3 * job - 1], KEYS[3 * job]
-  if redis.call('GET', lease) == ARGV[2 * job + 3]
-      and redis.call('HGET', meta, 'generation') == ARGV[2 * job + 4] then
-    local answer = redis.pcall(
-      'XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', ARGV[3], 'STREAMS', stream, '>')
-    if answer and answer.err then
-      if not string.find(answer.err, 'NOGROUP') then return answer end
-    elseif answer then
-      local messages = answer[1][2]
-      for _, message in ipairs(messages) do size = size + #message[2][4] end
-      found[#found + 1] = {job, messages}
-    end
+  local is_read, messages, more = pcall(unread, KEYS[3 * job - 2], KEYS[3 * job - 1], KEYS[3 * job],
+    ARGV[2 * job + 3], ARGV[2 * job + 4])
+  if not is_read then messages = type(messages) == 'table' and messages.err or messages end
+  if is_read and messages then size = size + more end
+  if messages and (is_read or not string.find(messages, 'NOGROUP')) then
+    found[#found + 1] = {job, messages}
   end
 end
 return {job, found}
+"""
+
+# KEYS: meta, counts, status   ARGV: error (JSON)
+# Counts and shows why a job is not worked on, as far as these keys can be written.
+NOTE_ERROR = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return end
+redis.pcall('HINCRBY', KEYS[2], 'errors', 1)
+redis.pcall('HSET', KEYS[3], 'error', ARGV[1])
+redis.pcall('HINCRBY', KEYS[1], 'edition:error', 1)
 """
 
 # KEYS: lease, message stream   ARGV: token, group, worker
@@ -252,7 +266,7 @@ end
 # KEYS: lease   ARGV: token, time to live (ms; 0: release it)
 # Returns 1 if the token was still that of the lease.
 RENEW = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 if ARGV[2] == '0' then redis.call('DEL', KEYS[1])
 else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return 1

@@ -35,6 +35,7 @@ from .schema import (
     KEEP_PREDICTOR,
     LOADS,
     NEWS,
+    NOTE_ERROR,
     PLANS,
     PREDICTOR,
     READ,
@@ -73,7 +74,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class ShownState:
-    """What is stored of a job apart from its saved state, in the same transactions.
+    """Plans and verdicts of a job that are stored apart from its saved state, at the same time.
 
     plans     the active plan and the newest later ones, oldest first
     verdicts  those that are not of ordinary healthy ranks
@@ -104,6 +105,7 @@ class WorkerStore:
         self._keep_predictor = self._redis.register_script(KEEP_PREDICTOR)
         self._report_loads = self._redis.register_script(REPORT_LOADS)
         self._api_delay = self._redis.register_script(API_DELAY)
+        self._note_error = self._redis.register_script(NOTE_ERROR)
         self._urgent: Any = None  # the subscription, once there is one
         self._commits: dict[str, int] = {}  # number of those of each job acquired, as far as known
 
@@ -230,12 +232,17 @@ class WorkerStore:
         args: list[bytes | str] = [lease.token, GROUP, self.name]
         self._remove_idle(keys=[keys_of(lease.job).lease, key], args=args)
 
+    def note_error(self, job: str, detail: str) -> None:
+        """Count and show why a job is not worked on."""
+        keys = keys_of(job)
+        self._note_error(keys=[keys.meta, keys.counts, keys.status], args=[dumps(detail)])
+
     def read(
         self, leases: Mapping[str, Lease], *, count: int, size: int
-    ) -> dict[str, list[JobMessage]]:
-        """New messages of each of the leased jobs, at most `count` of each, in order; none of those
-        whose leases are lost. Once the bodies have `size` bytes, the jobs that follow are left
-        out."""
+    ) -> dict[str, list[JobMessage] | redis.ResponseError]:
+        """New messages of each of the leased jobs, at most `count` of each, in order, or the error
+        that its keys lead to; none of those whose leases are lost. Once the bodies have `size`
+        bytes, the jobs that follow are left out."""
         if not leases:
             return {}
         keys, args = list[str](), list[_Part]([GROUP, self.name, count, size])
@@ -245,11 +252,16 @@ class WorkerStore:
             args += [lease.token, lease.generation]
         looked_at, answer = self._read(keys=keys, args=args)
         jobs = list(leases)[:looked_at]
-        found: dict[str, list[JobMessage]] = {job: [] for job in jobs}
+        found: dict[str, list[JobMessage] | redis.ResponseError] = {job: [] for job in jobs}
         for number, messages in answer:
-            for identity, fields in messages:
-                pairs = dict(zip(fields[::2], fields[1::2], strict=True))
-                found[jobs[number - 1]].append(message_of((identity, pairs)))
+            found[jobs[number - 1]] = (
+                redis.ResponseError(messages.decode())
+                if isinstance(messages, bytes)
+                else [
+                    message_of((identity, dict(zip(fields[::2], fields[1::2], strict=True))))
+                    for identity, fields in messages
+                ]
+            )
         return found
 
     def wait_for_urgent(self, timeout_s: float) -> None:
@@ -271,12 +283,7 @@ class WorkerStore:
         builds; nothing was written then.
         """
         keys, changes = keys_of(lease.job), commit.changes
-        commands: list[_Command] = [
-            *(("HSET", keys.state, part, saved) for part, saved in commit.state.items()),
-            *(("HDEL", keys.state, *parts) for parts in _chunks(sorted(commit.dropped))),
-            *self._shown(keys, commit.status, changes.steps),
-            ("HSET", keys.meta, "plan", commit.newest),
-        ]
+        commands = list(self._shown(keys, commit.status, changes.steps))
         if changes.plans:  # without these the oldest go, except plan 0
             kept = sorted(map(int, self._redis.hkeys(keys.plans)))[1:]
             commands += [
@@ -292,6 +299,13 @@ class WorkerStore:
             ]
         for name, value in changes.counts().items():
             commands.append(("HINCRBY", keys.counts, name, value))
+        # What others build on comes after all that may fail at a key which holds another kind of
+        # value. With half of a state, messages that are in it would be applied again.
+        commands += [
+            ("HSET", keys.meta, "plan", commit.newest),
+            *(("HSET", keys.state, part, saved) for part, saved in commit.state.items()),
+            *(("HDEL", keys.state, *parts) for parts in _chunks(sorted(commit.dropped))),
+        ]
         if changes.applied:
             milliseconds, sequence = stream_order(changes.applied[-1])
             commands += [

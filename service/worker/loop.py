@@ -21,6 +21,7 @@ from ..settings import Settings
 from ..store.connection import check_redis, without_password
 from ..store.documents import JobMessage, stream_order
 from ..store.embedded_redis import socket_path
+from ..store.faults import store_fault
 from ..store.worker_store import Lease, WorkerStore
 from .adapters import AdapterFactory, Adapters, load_adapters
 from .load import LoadMeter, TimeShare, WorkerLoads
@@ -154,14 +155,15 @@ class Worker:
             read = self._store.read(more, count=_BATCH, size=_READ_BYTES - size)
             for job, unread in read.items():
                 self._owned[job].read_s = time.monotonic()
-                size += sum(len(message.body) for message in unread)
-                if unread:
+                lease = more.pop(job)
+                if isinstance(unread, redis.ResponseError):
+                    with self._by_itself(job, lease):
+                        raise unread
+                elif unread:
+                    size += sum(len(message.body) for message in unread)
                     messages.setdefault(job, []).extend(unread)
-            more = {
-                job: lease
-                for job, lease in more.items()
-                if job not in read or len(read[job]) == _BATCH
-            }
+                    if len(unread) == _BATCH:
+                        more[job] = lease
         self._spent(None)
         for job, unread in messages.items():
             if job in self._owned:
@@ -272,9 +274,12 @@ class Worker:
         self._meter.add(job, time.thread_time())
 
     def _acquire(self, job: str, stop: threading.Event) -> None:
-        lease = self._store.acquire(job, ttl_s=self._settings.lease_s)
+        lease = None
+        with self._by_itself(job):
+            lease = self._store.acquire(job, ttl_s=self._settings.lease_s)
         if lease is None or self._broken.get(job) == lease.generation:
             return
+        self._broken.pop(job, None)  # it was registered again
         with self._by_itself(job, lease):
             try:
                 self._resume(job, lease, stop)
@@ -282,15 +287,19 @@ class Worker:
                 self._drop(job)
 
     @contextmanager
-    def _by_itself(self, job: str, lease: Lease) -> Iterator[None]:
-        """Keep an error of one job from the others: it is not worked on any more."""
+    def _by_itself(self, job: str, lease: Lease | None = None) -> Iterator[None]:
+        """Keep an error of one job, or of its keys in Redis, from the others: it is not worked on
+        any more, under this lease or one of the same registration."""
         try:
             yield
-        except redis.RedisError:
-            raise
-        except Exception:  # any error from a state or message that cannot be read or told
-            log.exception("job is not worked on until it is registered again", job=job)
-            self._broken[job] = lease.generation
+        except Exception as error:  # any from a state or message that cannot be read or told
+            if isinstance(error, redis.RedisError) and store_fault(error) is not None:
+                raise
+            generation = b"" if lease is None else lease.generation
+            if job not in self._broken or generation not in (b"", self._broken[job]):
+                log.exception("job is not worked on until it is registered again", job=job)
+                self._store.note_error(job, f"not worked on: {type(error).__name__}: {error}")
+                self._broken[job] = generation
             self._owned.pop(job, None)
 
     def _resume(self, job: str, lease: Lease, stop: threading.Event) -> None:

@@ -88,7 +88,8 @@ class OwnedJob:
     def changed_status(self) -> dict[str, Any]:
         """The status documents that differ from those returned before."""
         status = self.session.status()
-        changed = {name: v for name, v in status.items() if self.published.get(name) != v}
+        known = self.published
+        changed = {k: v for k, v in status.items() if k not in known or known[k] != v}
         self.published = status
         return changed
 

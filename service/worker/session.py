@@ -450,8 +450,8 @@ class JobSession:
     # Status and saved state
 
     def status(self) -> dict[str, Any]:
-        """Documents on verdicts, planning and progress, for the API. Those on verdicts are what
-        `store.documents.verdict_texts` reads."""
+        """Documents on verdicts, planning and progress, for the API, without an `error`. Those on
+        verdicts are what `store.documents.verdict_texts` reads."""
         summary = self._detector.summary()
         healthy = summary.healthy.tolist()
         others = {verdict.rank: verdict for verdict in summary.others}
@@ -473,6 +473,7 @@ class JobSession:
             "reactions": self._state.reactions.documents(),
             "probes": self._state.probes.by_rank(),
             "stacks": list(self._detector.asked_stacks()),
+            "error": None,
         }
 
     def new_predictor(self) -> bytes | None:

@@ -173,6 +173,67 @@ def test_a_backlog_that_fills_the_memory_is_applied(
     assert http("DELETE", "/v1/jobs/j").status == 204
 
 
+def test_keys_of_a_job_that_hold_something_else_are_an_error_of_this_job(
+    server: EmbeddedRedis, raw: redis.Redis, caplog: pytest.LogCaptureFixture
+):
+    """One job for each key, of which all but the lease is needed, and one that is whole."""
+    keys = {key.rpartition("j:")[2]: key for key in KEYS.owned()}
+    broken = {
+        name.replace(":", "-"): key.replace("job:j:", "job:%s:") for name, key in keys.items()
+    }
+    broken = {name: key % name for name, key in broken.items()}
+    settings = Settings(redis_url=server.url, data=server.data / "api", commit_every_s=0.05)
+    with running(settings) as http:
+        for job in ("whole", *broken):
+            http.register(job_of(job))
+            http.send(job, batch_of(0))
+            http("POST", f"/v1/jobs/{job}/failures", {"ranks": [7]})
+        for job in ("whole", *broken):
+            assert http("GET", f"/v1/jobs/{job}/plan?after=0&wait=60").status == 200
+        for key in broken.values():
+            raw.delete(key)
+            raw.rpush(key, "something else")
+        for job in broken:
+            ack = {"rank": 0, "state": "refused"}
+            statuses = {http("POST", f"/v1/jobs/{job}/plan/1/ack", ack).status}
+            statuses |= {http.send(job, batch_of(step, slow=(3,))).status for step in (1, 2, 3)}
+            statuses.add(http("POST", f"/v1/jobs/{job}/failures", {"ranks": [5]}).status)
+            assert statuses <= {200, 202, 500}
+        for step in range(1, 9):
+            assert http.send("whole", batch_of(step)).status == 202
+            eventually(lambda step=step: http.records("whole") == 32 * (step + 1))
+
+        def told(job: str) -> str | None:
+            answer = http("GET", f"/v1/jobs/{job}")
+            if answer.status == 200:
+                return answer.json()["error"]
+            assert problem_of(answer, 500)["type"].endswith("broken-job")
+            return answer.json()["detail"]
+
+        for job in broken.keys() - {"lease"}:
+            assert eventually(lambda job=job: told(job))
+        assert "WRONGTYPE" in told("state")
+        assert int(raw.hget(JobKeys("state").counts, "errors")) == 1
+        eventually(lambda: http.statuses("lease").get(3) == "fail_slow")
+        assert {job["name"] for job in http.get("/v1/jobs")["jobs"]} == {"whole", *broken}
+        assert http("GET", "/metrics").status == http("GET", "/healthz").status == 200
+        for job in broken:
+            if job == "meta":
+                http.register(job_of(job, device="H100"))
+            else:
+                assert http("DELETE", f"/v1/jobs/{job}").status == 204
+                http.register(job_of(job))
+            http.send(job, batch_of(0))
+        for job in broken:
+            eventually(lambda job=job: http.records(job) == 32)
+            assert told(job) is None
+    logged = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
+    assert not [line for line in logged if "redis unavailable" in line or "unexpected" in line]
+    for job in broken:
+        own = [line for line in logged if f"'{job}'" in line and "not worked on" in line]
+        assert len(own) <= 1
+
+
 def test_a_task_that_takes_a_cancellation_for_an_error_of_redis_ends_with_the_app():
     cancelled = []
 
