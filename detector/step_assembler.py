@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resihp.contracts import Op, TelemetryBatch
+from resihp.contracts.telemetry import COLUMNS
 
 from .arrays import ODD, Bools, Ints, appended, positions
 from .persistence import Persistent, State
@@ -33,6 +34,10 @@ _LEAST_OPEN, _MOST_OPEN, _MOST_COUNTS = 256, _LAG_STEPS * 8_192, 1 << 20
 """Open steps beyond which the oldest one is closed: at least, and at most, which is as many as
 there are in the messages that one rank may be ahead by; and the numbers of records of ranks in
 them, which bound it between the two."""
+_MOST_KEPT = (256 << 20) // (sum(dtype.itemsize for dtype, _ in COLUMNS.values()) + 8)
+"""Records kept of open steps, 256 MiB of them with their keys, beyond which the oldest of more
+steps than `_LAG_STEPS` is closed. Messages of many steps, as after an outage or where senders are
+asked for fewer, open as many; where one is lost, those of three such messages are open."""
 _MOST_AHEAD = 128
 """Steps that ranks far ahead of most others may open by many messages."""
 _HABIT_STEPS = 8
@@ -49,10 +54,12 @@ def is_pass(op: NDArray[np.integer]) -> Bools:
 
 @dataclass
 class _OpenStep:
-    """Records of each rank so far, and the number of messages when the step was opened."""
+    """Records of each rank so far, the number of messages when the step was opened, and the number
+    of records that are kept until it is closed."""
 
     counts: Ints
     opened_at: int
+    kept: int = 0
 
 
 class StepProgress(Persistent):
@@ -112,8 +119,10 @@ class StepProgress(Persistent):
 
     @property
     def is_full(self) -> bool:
-        """True if so many steps are open that `close` returns one of them."""
-        return len(self._open) > self._most_open
+        """True if so many steps are open, or records kept, that `close` returns one of them."""
+        kept = sum(opened.kept for opened in self._open.values())
+        is_much = kept > _MOST_KEPT and len(self._open) > _LAG_STEPS
+        return is_much or len(self._open) > self._most_open
 
     def index(self, ranks: NDArray[np.integer]) -> Ints:
         """Positions of ranks; -1 for those that are not in the layout."""
@@ -206,13 +215,15 @@ class StepProgress(Persistent):
         most = 2 * np.count_nonzero(self._back & reporting) > np.count_nonzero(reporting)
         return list(self._behind) if most and self._behind else []
 
-    def count(self, step: int, index: Ints) -> None:
-        """Counts records of a step by the positions of their ranks."""
+    def count(self, step: int, index: Ints, *, kept: int = 0) -> None:
+        """Counts records of a step by the positions of their ranks, and those that the caller keeps
+        until it is closed."""
         opened = self._open.get(step)
         if opened is None:
             opened = _OpenStep(np.zeros(self.ranks.size, np.int64), int(self._messages.max()))
             self._open[step] = opened
         opened.counts += np.bincount(index, minlength=self.ranks.size)
+        opened.kept += kept
 
     def close(self, lost: Iterable[int] = (), *, at_end: bool = False) -> Iterator[int]:
         """Closes the steps that are whole or overdue, in order; `lost` ranks are not waited for,
@@ -338,7 +349,7 @@ class StepAssembler(Persistent):
             first = first[~np.isin(keys[first], np.concatenate(known))]
         if first.size:
             opened.add(part.select(first), keys[first], members)
-        self.progress.count(step, index[first][is_pass(part.op[first])])
+        self.progress.count(step, index[first][is_pass(part.op[first])], kept=first.size)
 
     def _assembled(self, opened: _OpenRecords) -> TelemetryBatch:
         if not opened.parts:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from detector import Detector, DetectorSettings
+from detector import Detector, DetectorSettings, step_assembler
 from detector.diagnosis import diagnose
 from detector.expectation.cross_stage import CrossStageModel
 from detector.rank_table import RankTable
@@ -298,6 +298,29 @@ def test_steps_far_ahead_of_most_ranks_stay_few(off: int) -> None:
         sizes.append(len(detector.save()) if at % 100 == 99 else 0)
     assert max(sizes) < 1.1 * sizes[199]
     assert detector.verdicts()[0].step >= 395
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_records_of_open_steps_are_bounded_where_messages_hold_many_steps(
+    monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """As of senders that are asked for fewer messages, one of which is refused: steps wait until
+    three more have come. They held 24 steps, half a gigabyte of 16,384 ranks."""
+    most, together = 640, 6  # records, ten steps of them; steps of a message
+    monkeypatch.setattr(step_assembler, "_MOST_KEPT", most)
+    detector, named, kept = Detector(JOB), set(), list[int]()
+    steps = stream(with_lengths=True, faulty=True, steps=48)
+    for at in range(0, len(steps), together):
+        messages = by_rank(TelemetryBatch.concat(steps[at : at + together]), 0)
+        for message in messages[at == together if lost else 0 :]:
+            named |= names(detector.update(message))
+            opened = detector._layout_state.assembler._records.values()
+            kept.append(sum(len(part) for each in opened for part in each.parts))
+    assert max(kept) <= most
+    assert named == {SLOW}
+    assert detector.counters["late"] == 0
+    again = Detector.restore(JOB, detector.save())
+    assert again.save() == detector.save()
 
 
 def test_more_than_half_of_the_ranks_may_fall_silent_in_the_middle_of_a_step() -> None:
