@@ -209,30 +209,33 @@ return 1
 """
 
 # KEYS: lease, meta and message stream of each job
-# ARGV: group, worker, most messages of a job, size of bodies from which on the jobs that follow are
-# left out, token and generation of each job
+# ARGV: group, worker, most messages of a job, size of bodies from which on no more are read and the
+# jobs that follow are left out, token and generation of each job
 # Returns the number of jobs that are not left out, and for each of them that has new messages its
 # number and the messages, or the error that its keys lead to; none of those whose token or
 # generation is not the present one, as who reads messages takes them from everybody else.
 READ = """
-local function unread(lease, meta, stream, token, generation)
+local function unread(lease, meta, stream, token, generation, room)
   if redis.pcall('GET', lease) ~= token
       or redis.call('HGET', meta, 'generation') ~= generation then return end
-  local answer = redis.call(
-    'XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', ARGV[3], 'STREAMS', stream, '>')
-  if not answer then return end
-  local size = 0
-  for _, message in ipairs(answer[1][2]) do size = size + #message[2][4] end
-  return answer[1][2], size
+  local messages, size = {}, 0
+  while #messages < tonumber(ARGV[3]) and size < room do
+    local answer = redis.call(
+      'XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1, 'STREAMS', stream, '>')
+    if not answer then break end
+    messages[#messages + 1] = answer[1][2][1]
+    size = size + #messages[#messages][2][4]
+  end
+  return messages, size
 end
 local found, size, job = {}, 0, 0
 while job < #KEYS / 3 and size < tonumber(ARGV[4]) do
   job = job + 1
   local is_read, messages, more = pcall(unread, KEYS[3 * job - 2], KEYS[3 * job - 1], KEYS[3 * job],
-    ARGV[2 * job + 3], ARGV[2 * job + 4])
+    ARGV[2 * job + 3], ARGV[2 * job + 4], ARGV[4] - size)
   if not is_read then messages = type(messages) == 'table' and messages.err or messages end
   if is_read and messages then size = size + more end
-  if messages and (is_read or not string.find(messages, 'NOGROUP')) then
+  if messages and #messages > 0 and (is_read or not string.find(messages, 'NOGROUP')) then
     found[#found + 1] = {job, messages}
   end
 end

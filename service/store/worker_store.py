@@ -209,13 +209,14 @@ class WorkerStore:
 
     def claim(self, lease: Lease, applied: str) -> Iterator[JobMessage]:
         """Messages after `applied` that a worker has read and no saved state contains, in order.
+        Each is read when it is asked for, as a few may be large together.
 
         Raises `LeaseLostError` if the job was deleted meanwhile.
         """
         key, start = keys_of(lease.job).messages, "0-0"
         while True:
             try:
-                start, items, *_ = self._redis.xautoclaim(key, GROUP, self.name, 0, start, count=16)
+                start, items, *_ = self._redis.xautoclaim(key, GROUP, self.name, 0, start, count=1)
             except redis.ResponseError as error:
                 if "NOGROUP" not in str(error):
                     raise
@@ -242,7 +243,7 @@ class WorkerStore:
     ) -> dict[str, list[JobMessage] | redis.ResponseError]:
         """New messages of each of the leased jobs, at most `count` of each, in order, or the error
         that its keys lead to; none of those whose leases are lost. Once the bodies have `size`
-        bytes, the jobs that follow are left out."""
+        bytes, no more are read, and the jobs that follow are left out."""
         if not leases:
             return {}
         keys, args = list[str](), list[_Part]([GROUP, self.name, count, size])

@@ -162,7 +162,7 @@ class Worker:
                 elif unread:
                     size += sum(len(message.body) for message in unread)
                     messages.setdefault(job, []).extend(unread)
-                    if len(unread) == _BATCH:
+                    if len(unread) == _BATCH or size >= _READ_BYTES:
                         more[job] = lease
         self._spent(None)
         for job, unread in messages.items():

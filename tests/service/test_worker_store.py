@@ -205,13 +205,30 @@ def test_the_messages_of_many_jobs_are_read_by_and_by(http: Http, store: WorkerS
         http.send(job, batch_of(0))
         http.send(job, batch_of(1))
         leases[job] = store.acquire(job, ttl_s=TTL_S)
-    first = store.read(leases, count=1, size=1)
+    first = store.read(leases, count=9, size=1)
     assert [len(messages) for messages in first.values()] == [1]
     size = len(first["j"][0].body)
     second = store.read(leases, count=9, size=size + 1)
-    assert {job: len(messages) for job, messages in second.items()} == {"j": 1, "k": 2}
+    assert {job: len(messages) for job, messages in second.items()} == {"j": 1, "k": 1}
     third = store.read(leases, count=9, size=BYTES)
-    assert {job: len(messages) for job, messages in third.items()} == {"j": 0, "k": 0, "l": 2}
+    assert {job: len(messages) for job, messages in third.items()} == {"j": 0, "k": 1, "l": 2}
+
+
+def test_a_job_with_large_messages_is_not_taken_for_one_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else its ranks were silent, while their heartbeats wait."""
+    monkeypatch.setattr(loop, "_READ_BYTES", 1)
+    settings = Settings(data=tmp_path, redis_url=None, worker=False)
+    with running(settings) as http:
+        http.register(job_of("j"))
+        worker = loop.Worker(f"unix://{socket_path(tmp_path)}", settings, fake_adapters(), "w")
+        worker._balance(threading.Event())
+        for step in range(3):
+            http.send("j", batch_of(step))
+        assert [list(worker._read()) for _ in range(4)] == [["j"], ["j"], ["j"], []]
+        worker._leave()
+        assert http.records("j") == 96
 
 
 def test_no_job_waits_for_the_backlog_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
