@@ -160,7 +160,7 @@ class EtcdClient:
                 self._token = None  # it has expired: the request is repeated with another
                 raise EtcdSilentError(_error(answer.data))
             if answer.status != 200:
-                raise EtcdRefusedError(_error(answer.data))
+                raise EtcdRefusedError(f"{server}: {_error(answer.data)}")
             document: dict[str, Any] = json.loads(answer.data.partition(b"\n")[0])
             return document
         raise EtcdSilentError("; ".join(silent))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
@@ -10,7 +11,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import parse_url
-from redis.exceptions import ClusterError, RedisClusterException
+from redis.exceptions import (
+    AuthorizationError,
+    ClusterError,
+    NoPermissionError,
+    RedisClusterException,
+)
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -37,12 +43,17 @@ _COMPARE_SET = _WRITE % (
     "redis.call('HSET', KEYS[1], ARGV[2], ARGV[4])\n"
     "return ARGV[4]"
 )
+_DENIED = redis.AuthenticationError, AuthorizationError, NoPermissionError
 _FORGET = """
 if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then
     return redis.call('DEL', KEYS[1])
 end
 return 0
 """
+
+
+class RedisRefusedError(Exception):
+    """A server denies the launcher access."""
 
 
 class RedisClient:
@@ -52,7 +63,9 @@ class RedisClient:
     NAME of connections to Sentinels, which share TLS with those to the master.
     """
 
-    errors: tuple[type[Exception], ...] = redis.RedisError, RedisClusterException
+    errors: tuple[type[Exception], ...] = (
+        *(redis.RedisError, RedisClusterException, RedisRefusedError),
+    )
     passing_errors: tuple[type[Exception], ...] = (
         *(redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError),
         *(ClusterError, RedisClusterException),
@@ -64,7 +77,7 @@ class RedisClient:
 
     def read(self, keys: list[str]) -> list[bytes | None]:
         """Return the values of keys; None for those without one."""
-        found: list[bytes | None] = self._redis.hmget(self._key, keys)
+        found: list[bytes | None] = self._asked(lambda: self._redis.hmget(self._key, keys))
         return found
 
     def set(self, key: str, value: str) -> None:
@@ -92,9 +105,14 @@ class RedisClient:
         return self._run(script, self._lifetime_s, *arguments)
 
     def _run(self, script: str, *arguments: str | bytes | int) -> Any:
+        return self._asked(lambda: self._redis.eval(script, 1, self._key, *arguments))
+
+    def _asked(self, request: Callable[[], Any]) -> Any:
         try:
-            return self._redis.eval(script, 1, self._key, *arguments)
-        except redis.ResponseError as error:
+            return request()
+        except self.errors as error:
+            if (denial := _denial(error)) is not None:
+                raise RedisRefusedError(f"{self._url.shown} denies access: {denial}") from error
             if isinstance(error, redis.ReadOnlyError) or "READONLY" in str(error):  # up to Redis 6
                 self.__dict__.pop("_redis", None)  # it is a replica now: look for the master
                 raise redis.ReadOnlyError(str(error)) from error
@@ -131,3 +149,10 @@ class RedisClient:
             list(url.servers), sentinel_kwargs={**common, **shared, **own, "retry": once}, **options
         )
         return sentinels.master_for(unquote(master), retry=once)
+
+
+def _denial(error: BaseException | None) -> BaseException | None:
+    """The error by which a server denied access; a cluster's client raises another one for it."""
+    while error is not None and not isinstance(error, _DENIED):
+        error = error.__cause__ or error.__context__
+    return error

@@ -52,6 +52,15 @@ class StoreUrl:
         """The scheme, without TLS."""
         return _plain(self.scheme)
 
+    @property
+    def shown(self) -> str:
+        """The URL without user and options, which may hold passwords.
+
+        >>> StoreUrl.parse("redis+cluster://me:secret@a,b:5?ssl_password=secret").shown
+        'redis+cluster://a,b:5'
+        """
+        return re.sub(r"(?<=://)[^/]*@", "", self.text.partition("?")[0])
+
     @classmethod
     def parse(cls, text: str) -> StoreUrl:
         """Read a URL. Raises `ValueError` if it is no such.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import redis
 import torch.distributed as dist
 
 from resihp.contracts import JobStoppedError
@@ -165,6 +168,24 @@ def test_without_servers_it_says_so(tmp_path: Path) -> None:
             open_replicated_store(url, "job", timedelta(seconds=0.1))
 
 
+@pytest.mark.parametrize("servers", ["redis", "sentinel", "cluster"], indirect=True)
+def test_a_redis_that_denies_access_is_not_asked_again(servers: Servers) -> None:
+    """For a wrong password, none, and a user that may do nothing; the URL is told without them."""
+    waits: list[int] = []
+    for server in servers.all:
+        client = redis.Redis(port=server.port, password=PASSWORD, protocol=2)
+        with client, suppress(redis.RedisError):  # a Sentinel has another password
+            client.acl_setuser("nobody", enabled=True, passwords=["+weak"], commands=["+auth"])
+    for user in (":wrong", "", "nobody:weak", "no%62ody:wrong"):
+        url = servers.url.replace(f":{PASSWORD}@", f"{user}@" if user else "")
+        with pytest.raises(JobStoppedError) as refused:
+            open_replicated_store(url, "denied", MINUTE, lambda: waits.append(1))
+        told = str(refused.value)
+        assert f"{StoreUrl.parse(servers.url).shown} denies access: " in told
+        assert not {"wrong", "weak", "sentinels"} & set(re.findall("[a-z]+", told))
+    assert not waits
+
+
 def write_first(store: ReplicatedStore) -> None:
     store.set("a", "1")
     assert store.add("n", 3) >= 3
@@ -260,7 +281,9 @@ def test_etcd_by_tls_with_a_password(tmp_path: Path) -> None:
         server.start()  # without the tokens that it has given
         goes_on(store)
         wrong = url.replace(PASSWORD, "wrong")
-        with pytest.raises(JobStoppedError, match="invalid user ID or password"):
+        with pytest.raises(
+            JobStoppedError, match=f": https://{server.address}: .*invalid user ID or pass"
+        ):
             open_replicated_store(wrong, "job", MINUTE)
 
 
