@@ -131,6 +131,7 @@ class WorkerStore:
         jobs = sorted(name.decode() for name in names)
         if ended := set(known) - names:
             self._redis.hdel(LOADS, *ended)
+        self._commits = {job: made for job, made in self._commits.items() if job.encode() in names}
         leases = self._redis.mget([keys_of(job).lease for job in jobs]) if jobs else []
         return (
             [worker.decode() for worker in workers],
@@ -351,7 +352,7 @@ class WorkerStore:
         events: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> None:
         """Carry out commands and append events, all or nothing. Raises `LeaseLostError`."""
-        keys, known = keys_of(lease.job), self._commits[lease.job]
+        keys, known = keys_of(lease.job), self._commits.get(lease.job, 0)
         args: list[_Part] = [lease.token, lease.generation, known, self._keep_events, len(events)]
         for kind, document in events:
             args += [keys.histories[Subject.of(kind)], kind, dumps(document)]

@@ -258,6 +258,7 @@ class Worker:
         for job in list(self._owned):
             if table.owners.get(job) != self.name:
                 self._drop(job)
+        self._broken = {job: since for job, since in self._broken.items() if job in table.owners}
         given = table.jobs_to_give(self.name)
         for job in self._owned.keys() & given:
             log.info("job given away", job=job, worker=self.name, load=round(table.load(job), 3))

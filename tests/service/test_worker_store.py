@@ -137,6 +137,22 @@ def test_nothing_is_built_on_a_commit_that_redis_has_lost(
     assert http.get("/v1/jobs/j")["last_step"] == 2
 
 
+def test_a_worker_keeps_nothing_of_jobs_that_are_deleted(http: Http, store: WorkerStore):
+    leases = []
+    for number in range(20):
+        http.register(job_of(f"job{number}"))
+        leases.append(store.acquire(f"job{number}", ttl_s=TTL_S))
+        store.commit(leases[-1], commit_of(1))
+        assert http("DELETE", f"/v1/jobs/job{number}").status == 204
+    lease = acquired(store)
+    store.commit(lease, commit_of(1))
+    store.share_loads({}, ttl_s=TTL_S)
+    assert store._commits == {"j": 1}
+    with pytest.raises(LeaseLostError):
+        store.commit(leases[0], commit_of(2))
+    store.commit(lease, commit_of(2))
+
+
 def test_a_worker_whose_lease_has_ended_takes_no_message_from_its_successor(
     http: Http, store: WorkerStore, tmp_path: Path
 ):
