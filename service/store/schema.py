@@ -180,17 +180,35 @@ return token
 # the parts
 # Returns 0, and writes nothing, if the token, the generation or the number is not the present one:
 # a Redis that has lost its last writes, in a crash or to a replica, may still have the lease. The
-# token changes with the owner only: extending the lease meanwhile does not matter.
+# token changes with the owner only: extending the lease meanwhile does not matter. An error, and no
+# write, where a key holds another kind of value.
 COMMIT = """
+local kinds, at = {H = 'hash', X = 'stream'}, 6
+local function refusal(command, key)
+  local kind, found = kinds[string.sub(command, 1, 1)], redis.call('TYPE', key).ok
+  if kind and found ~= kind and found ~= 'none' then
+    return redis.error_reply('WRONGTYPE ' .. key .. ' holds a ' .. found)
+  end
+end
 if redis.pcall('GET', KEYS[1]) ~= ARGV[1]
     or redis.call('HGET', KEYS[2], 'generation') ~= ARGV[2]
     or (redis.call('HGET', KEYS[2], 'commits') or '0') ~= ARGV[3] then return 0 end
+for _ = 1, tonumber(ARGV[5]) do
+  local error = refusal('XADD', ARGV[at])
+  if error then return error end
+  at = at + 3
+end
+while at <= #ARGV do
+  local error = refusal(ARGV[at + 1], ARGV[at + 2])
+  if error then return error end
+  at = at + ARGV[at] + 1
+end
 redis.call('PERSIST', KEYS[2])
 redis.call('HINCRBY', KEYS[2], 'commits', 1)
 local now = redis.call('TIME')
 local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
 local event = redis.call('HGET', KEYS[2], 'event')
-local at = 6
+at = 6
 for _ = 1, tonumber(ARGV[5]) do
   local ms, number = string.match(event, '(%d+)-(%d+)')
   if now_ms > tonumber(ms) then event = string.format('%.0f-0', now_ms)

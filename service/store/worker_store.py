@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from resihp.contracts import Job, Plan, Verdict, from_json
+from resihp.contracts import ContractError, Job, Plan, Verdict, from_json
 
 from ..errors import LeaseLostError
 from .documents import (
@@ -189,11 +189,12 @@ class WorkerStore:
         active = loads(rollout)["active"] if rollout else versions[-1]
         later = [version for version in versions if version > active]
         kept = [active, *later[1 - most_plans :]] if active in versions else versions[-1:]
-        plans = self._redis.hmget(keys.plans, kept)
-        return ShownState(
-            tuple(plan_from_json(loads(plan)) for plan in plans),
-            tuple(from_json(Verdict, each) for each in json.loads(verdicts or "[]")),
-        )
+        plans = tuple(map(plan_from_json, map(loads, self._redis.hmget(keys.plans, kept))))
+        try:
+            found = tuple(from_json(Verdict, each) for each in json.loads(verdicts or "[]"))
+        except ContractError:  # those of another version of the service
+            found = ()
+        return ShownState(plans, found)
 
     def predictor(self, job: Job) -> bytes | None:
         """The predictor stored for jobs of this kind; None if there is none yet."""
@@ -285,7 +286,12 @@ class WorkerStore:
         builds; nothing was written then.
         """
         keys, changes = keys_of(lease.job), commit.changes
-        commands = list(self._shown(keys, commit.status, changes.steps))
+        commands: list[_Command] = [
+            *(("HSET", keys.state, part, saved) for part, saved in commit.state.items()),
+            *(("HDEL", keys.state, *parts) for parts in _chunks(sorted(commit.dropped))),
+            *self._shown(keys, commit.status, changes.steps),
+            ("HSET", keys.meta, "plan", commit.newest),
+        ]
         if changes.plans:  # without these the oldest go, except plan 0
             kept = sorted(map(int, self._redis.hkeys(keys.plans)))[1:]
             commands += [
@@ -301,13 +307,6 @@ class WorkerStore:
             ]
         for name, value in changes.counts().items():
             commands.append(("HINCRBY", keys.counts, name, value))
-        # What others build on comes after all that may fail at a key which holds another kind of
-        # value. With half of a state, messages that are in it would be applied again.
-        commands += [
-            ("HSET", keys.meta, "plan", commit.newest),
-            *(("HSET", keys.state, part, saved) for part, saved in commit.state.items()),
-            *(("HDEL", keys.state, *parts) for parts in _chunks(sorted(commit.dropped))),
-        ]
         if changes.applied:
             milliseconds, sequence = stream_order(changes.applied[-1])
             commands += [

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import redis
 
@@ -47,6 +47,7 @@ _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in
 _HUNG_LEASES = 12  # times of a lease without progress
 _MEASURE_EVERY_S = 0.25  # the delay of the API
 _LONGEST_ROUND_S = 1.0  # that counts as delay
+_BROKEN_S = 60.0  # after an error of a job's keys in Redis
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
 _COLLECT_AFTER = 20_000
@@ -55,6 +56,18 @@ a full collection goes through the sessions of all jobs."""
 _NICE = 5
 """Priority of a process of a worker: where processors are short an API process comes first. It can
 ask senders for fewer messages, and a worker that is behind cannot."""
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """A job that is not worked on, by its registration (None: not known)."""
+
+    generation: bytes | None
+    until_s: float
+
+    def is_for(self, lease: Lease) -> bool:
+        """Return whether that holds under this lease."""
+        return lease.generation == self.generation and time.monotonic() < self.until_s
 
 
 class Worker:
@@ -74,7 +87,7 @@ class Worker:
         self._owned: dict[str, OwnedJob] = {}
         self._meter = LoadMeter()
         self._saving, self._diagnosing = TimeShare(_SAVE_SHARE), TimeShare(_DIAGNOSE_SHARE)
-        self._broken: dict[str, bytes] = {}  # generations of jobs that cannot be resumed
+        self._broken: dict[str, _Broken] = {}
         self._balanced_s = float("-inf")
         self._alive_s = time.monotonic()  # last progress
         self._api_delay_s, self._measured_s = math.inf, float("-inf")
@@ -222,6 +235,7 @@ class Worker:
         except LeaseLostError:
             self._drop(job)
             return
+        self._broken.pop(job, None)
         if (fitted := owned.session.new_predictor()) is not None:
             self._store.keep_predictor(owned.session.job, fitted)
         owned.committed_s = owned.published_s = now_s = time.monotonic()
@@ -278,9 +292,9 @@ class Worker:
         lease = None
         with self._by_itself(job):
             lease = self._store.acquire(job, ttl_s=self._settings.lease_s)
-        if lease is None or self._broken.get(job) == lease.generation:
+        broken = self._broken.get(job)
+        if lease is None or (broken is not None and broken.is_for(lease)):
             return
-        self._broken.pop(job, None)  # it was registered again
         with self._by_itself(job, lease):
             try:
                 self._resume(job, lease, stop)
@@ -289,18 +303,23 @@ class Worker:
 
     @contextmanager
     def _by_itself(self, job: str, lease: Lease | None = None) -> Iterator[None]:
-        """Keep an error of one job, or of its keys in Redis, from the others: it is not worked on
-        any more, under this lease or one of the same registration."""
+        """Keep an error of one job from the others: it is not worked on until it is registered
+        again or, where its keys in Redis led to the error, for a while."""
         try:
             yield
         except Exception as error:  # any from a state or message that cannot be read or told
             if isinstance(error, redis.RedisError) and store_fault(error) is not None:
                 raise
-            generation = b"" if lease is None else lease.generation
-            if job not in self._broken or generation not in (b"", self._broken[job]):
-                log.exception("job is not worked on until it is registered again", job=job)
+            generation = None if lease is None else lease.generation
+            known = self._broken.get(job)
+            if known is None or generation not in (None, known.generation):
+                log.exception("job is not worked on", job=job)
                 self._store.note_error(job, f"not worked on: {type(error).__name__}: {error}")
-                self._broken[job] = generation
+            elif generation is None:
+                generation = known.generation
+            is_reply = isinstance(error, redis.RedisError)
+            until_s = time.monotonic() + _BROKEN_S if is_reply else math.inf
+            self._broken[job] = _Broken(generation, until_s)
             self._owned.pop(job, None)
 
     def _resume(self, job: str, lease: Lease, stop: threading.Event) -> None:

@@ -17,7 +17,7 @@ from service import Settings
 from service.errors import LeaseLostError
 from service.store.documents import Commit, PendingChanges
 from service.store.embedded_redis import EmbeddedRedis, socket_path
-from service.store.schema import APIS, GROUP, URGENT, WORKERS, JobKeys
+from service.store.schema import APIS, GROUP, URGENT, WORKERS, JobKeys, Subject
 from service.store.worker_store import Lease, WorkerStore
 from service.worker import loop
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
@@ -135,6 +135,27 @@ def test_nothing_is_built_on_a_commit_that_redis_has_lost(
     assert http.get("/v1/jobs/j/plan")["version"] == 0
     store.commit(acquired(store), commit_of(2))  # from the state that is there
     assert http.get("/v1/jobs/j")["last_step"] == 2
+
+
+def test_a_commit_that_one_key_refuses_writes_nothing(store: WorkerStore, raw: redis.Redis):
+    """Half of it would be applied again with the messages that it was made of."""
+    lease, keys = acquired(store), JobKeys("j")
+    store.commit(lease, commit_of(1))
+    changes = PendingChanges(applied=["1-0"], steps=[{"step": 1}], events=[("plan", {})])
+    commit = Commit(changes, {"detector": b"2"}, {"last_step": 2}, newest=0)
+    used = (keys.state, keys.status, keys.counts, keys.steps, keys.histories[Subject.PLANS])
+    for key in used:
+        before = raw.dump(key)
+        raw.delete(key)
+        raw.set(key, "something else")
+        written = [raw.dump(each) for each in keys.owned()]
+        with pytest.raises(redis.ResponseError, match=f"WRONGTYPE {key} holds a string"):
+            store.commit(lease, commit)
+        assert written == [raw.dump(each) for each in keys.owned()]
+        raw.delete(key)
+        if before is not None:
+            raw.restore(key, 0, before)
+    store.commit(lease, commit)
 
 
 def test_a_worker_keeps_nothing_of_jobs_that_are_deleted(http: Http, store: WorkerStore):
