@@ -38,6 +38,12 @@ class MessageKind(StrEnum):
     FAILURE = "failure"
     JOINER = "joiner"
     PROBE = "probe"
+    UNKNOWN = "unknown"
+
+    @classmethod
+    def _missing_(cls, value: object) -> MessageKind:
+        """The kind of a message of a later version of the service, or of another program."""
+        return cls.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,8 @@ def planning_in_short(report: dict[str, Any]) -> dict[str, Any]:
 def message_of(item: tuple[bytes, dict[bytes, bytes]]) -> JobMessage:
     """The message in a stream item (id, fields)."""
     identity, fields = item
-    return JobMessage(identity.decode(), MessageKind(fields[b"kind"].decode()), fields[b"body"])
+    kind = MessageKind(fields.get(b"kind", b"").decode(errors="replace"))
+    return JobMessage(identity.decode(), kind, fields.get(b"body", b""))
 
 
 def stream_order(identity: str) -> tuple[int, int]:

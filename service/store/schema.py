@@ -242,7 +242,7 @@ local function unread(lease, meta, stream, token, generation, room)
       'XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1, 'STREAMS', stream, '>')
     if not answer then break end
     messages[#messages + 1] = answer[1][2][1]
-    size = size + #messages[#messages][2][4]
+    size = size + #(messages[#messages][2][4] or '')
   end
   return messages, size
 end

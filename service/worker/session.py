@@ -137,17 +137,20 @@ class JobSession:
                 self._telemetry(group)
                 continue
             for message in group:
-                self._guarded(kind.value, partial(self._handler(kind), message))
+                self._guarded(kind.value, partial(self._handle, message))
 
-    def _handler(self, kind: MessageKind) -> Callable[[JobMessage], None]:
-        return {
+    def _handle(self, message: JobMessage) -> None:
+        handlers = {
             MessageKind.HEARTBEAT: self._heartbeat,
             MessageKind.ACK: self._ack,
             MessageKind.OWN_PLAN: self._own_plan,
             MessageKind.FAILURE: self._failure,
             MessageKind.JOINER: self._joiner,
             MessageKind.PROBE: self._probe,
-        }[kind]
+        }
+        if message.kind not in handlers:
+            raise ContractError("kind", "is none that this version of the service knows")
+        handlers[message.kind](message)
 
     def _guarded(self, during: str, work: Callable[[], None]) -> None:
         try:

@@ -137,6 +137,28 @@ def test_nothing_is_built_on_a_commit_that_redis_has_lost(
     assert http.get("/v1/jobs/j")["last_step"] == 2
 
 
+def test_a_message_of_a_kind_that_nobody_knows_is_skipped(
+    http: Http, raw: redis.Redis, tmp_path: Path
+):
+    """As of a later version of the service; it made all jobs begin again."""
+    settings = Settings(data=tmp_path, redis_url=None, worker=False, commit_every_s=0.05)
+    for job in ("j", "other"):
+        http.register(job_of(job))
+    worker = loop.Worker(f"unix://{socket_path(tmp_path)}", settings, fake_adapters(), "w")
+    worker._balance(threading.Event())
+    sessions = [worker._owned[job].session for job in ("j", "other")]
+    for fields in ({"kind": "later", "body": "{}"}, {"a": "b"}):
+        raw.xadd(JobKeys("j").messages, fields)
+        worker._round(threading.Event())
+    for job in ("j", "other"):
+        http.send(job, batch_of(0))
+    worker._read()
+    assert [worker._owned[job].session for job in ("j", "other")] == sessions
+    worker._leave()
+    assert http.records("j") == http.records("other") == 32
+    assert int(raw.hget(JobKeys("j").counts, "errors")) == 2
+
+
 def test_a_commit_that_one_key_refuses_writes_nothing(store: WorkerStore, raw: redis.Redis):
     """Half of it would be applied again with the messages that it was made of."""
     lease, keys = acquired(store), JobKeys("j")
