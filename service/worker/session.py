@@ -521,7 +521,7 @@ class JobSession:
         self._state = replace(state, links=())  # none is compared by a new detector yet
         self._forecast = Forecast(self.job, state.forecast)
         self._steps, steps = StepTimes(plan.layout.ranks), StepTimes(plan.layout.ranks)
-        self._detector.apply_plan(plan)
+        self._begin_detector()
         steps.load(unpack(saved["steps"], saved))
         self._detector = self._adapters.restore(self.job, saved["detector"], saved)
         self._state, self._steps = state, steps
@@ -538,14 +538,20 @@ class JobSession:
             speeds=speeds_of(shown.verdicts, {}, ()),
             outcome={"state": "planned", "version": newest.version, "detail": why},
         )
-        self._steps = StepTimes(active.layout.ranks)
-        self._detector.apply_plan(active)
         members = active.layout.members
         self._state.departed = {v.rank: v for v in shown.verdicts if v.rank not in members}
-        for verdict in shown.verdicts:
-            if verdict.status is Status.FAIL_STOP and verdict.rank in members:
-                step, detail = verdict.since_step, "; ".join(verdict.evidence)
-                self._detector.report_failure([verdict.rank], step=step, detail=detail)
+        self._steps = StepTimes(active.layout.ranks)
+        self._begin_detector()
+
+    def _begin_detector(self) -> None:
+        """Begin with a new detector under the active plan, of which it is to know who has stopped:
+        else a plan with these ranks would follow."""
+        plan = self.planning.active
+        self._detector.apply_plan(plan)
+        stopped = [rank for rank, speed in self.planning.speeds.items() if speed == 0.0]
+        if stopped := sorted(plan.layout.members.intersection(stopped)):
+            detail = "stopped before the state of the detector was lost"
+            self._detector.report_failure(stopped, step=None, detail=detail)
 
 
 def _rounded(ms: float | None) -> float | None:

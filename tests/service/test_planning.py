@@ -180,6 +180,21 @@ def test_plans_survive_a_detector_whose_state_cannot_be_read(sessions, part):
     assert not {3, 5} & set(plan.layout.ranks)
 
 
+def test_a_rank_that_stopped_stays_so_for_a_detector_whose_state_cannot_be_read(sessions):
+    """Before the ranks have taken on the plan without it: it was planned with again."""
+    session, other = sessions(), sessions()
+    tell(session, 0, 1)
+    body = json.dumps({"ranks": [6], "step": 1, "detail": "lost"}).encode()
+    session.apply(JobMessage("90-0", MessageKind.FAILURE, body))
+    assert session.planning.speeds == {6: 0.0}
+    other.resume(session.save() | {"detector": b"of another format"})
+    tell(other, 2)
+    assert other.planning.speeds == {6: 0.0}
+    assert other.planning.newest.version == 1
+    (verdict,) = (v for v in other.status()["verdicts"] if v["rank"] == 6)
+    assert verdict["status"] == Status.FAIL_STOP.value
+
+
 def test_what_recovers_in_time_is_not_acted_on(sessions):
     session = sessions(device="dear")
     tell(session, 0, 1, 2, slow=(3,))
