@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import redis
+from redis.exceptions import NoPermissionError
 
 from ..errors import NoRedisError, StartError
 from .schema import APIS, JOBS, WORKERS, keys_of
@@ -32,6 +33,8 @@ def check_redis(url: str, *, answer_s: float = 3.0) -> None:
             client.ping()
     except ValueError as error:
         raise StartError(f"not a Redis URL: {shown}: {error}") from None
+    except (redis.AuthenticationError, NoPermissionError) as error:
+        raise StartError(f"Redis at {shown} denies access: {error}") from None
     except redis.RedisError as error:
         raise NoRedisError(f"cannot reach Redis at {shown}: {error}") from None
 

@@ -258,6 +258,25 @@ def test_the_password_of_a_redis_is_not_told(tmp_path: Path, url: str, shown: st
     assert f" {shown}" in str(refused.value)
 
 
+def test_a_worker_that_redis_denies_access_says_so_at_once(tmp_path: Path):
+    """It waited for half a minute, and told of no Redis that answers."""
+    server = EmbeddedRedis(tmp_path)
+    server.start()
+    try:
+        with redis.Redis.from_url(server.url) as raw:
+            raw.acl_setuser("me", enabled=True, passwords=["+right"], commands=["-@all"])
+        for user, why in (("me:wrong", "invalid"), ("me:right", "no permission")):
+            url = server.url.replace("unix://", f"unix://{user}@")
+            settings = Settings(data=tmp_path, redis_url=url)
+            with pytest.raises(
+                StartError, match=f"Redis at unix://me:.*@/.* denies.*{why}"
+            ) as told:
+                work(settings, threading.Event(), fake_adapters, patience_s=3_600.0)
+            assert user not in str(told.value)
+    finally:
+        server.stop()
+
+
 def test_leases_that_end_in_the_future_hold_up_no_job(tmp_path: Path):
     """As after a power loss, when the clock went back."""
 
