@@ -34,10 +34,12 @@ _LEAST_OPEN, _MOST_OPEN, _MOST_COUNTS = 256, _LAG_STEPS * 8_192, 1 << 20
 """Open steps beyond which the oldest one is closed: at least, and at most, which is as many as
 there are in the messages that one rank may be ahead by; and the numbers of records of ranks in
 them, which bound it between the two."""
-_MOST_KEPT = (256 << 20) // (sum(dtype.itemsize for dtype, _ in COLUMNS.values()) + 8)
-"""Records kept of open steps, 256 MiB of them with their keys, beyond which the oldest of more
-steps than `_LAG_STEPS` is closed. Messages of many steps, as after an outage or where senders are
-asked for fewer, open as many; where one is lost, those of three such messages are open."""
+_RECORD_BYTES = sum(dtype.itemsize for dtype, _ in COLUMNS.values()) + 8  # of its key
+_MUCH_KEPT, _MOST_KEPT = (256 << 20) // _RECORD_BYTES, (1 << 30) // _RECORD_BYTES
+"""Records kept of open steps: messages of many steps, as after an outage or where senders are asked
+for fewer, open as many. Beyond the first number a step waits for one later message of a rank only:
+where one is lost, the steps of three would be open. Beyond the second the oldest of more steps than
+`_LAG_STEPS` is closed."""
 _MOST_AHEAD = 128
 """Steps that ranks far ahead of most others may open by many messages."""
 _HABIT_STEPS = 8
@@ -70,13 +72,13 @@ class StepProgress(Persistent):
     all steps, while further ones come late); a record of a later step proves nothing,
     for messages overtake each other. Without `expected` every record counts, and a rank is done
     once it has sent one of a later step. A step is whole when all ranks that still report are
-    done with it. It is closed incomplete when some rank is ahead by `_LAG_STEPS` steps and as
-    many messages, unless most of the ranks that still send are in earlier steps: one whose numbers
-    of steps are off does not decide for them. Numbers of steps may have gaps; but once a whole step
-    has come after a later one, a step waits as long for those between it and the last. The caller
-    passes each message to `admit`, then the records of each step to `count`, and takes the steps
-    that `close` returns at the end, and before while it `is_full`: a message of thousands of steps
-    opens few of them at a time.
+    done with it. It is closed incomplete when some rank is ahead by `_LAG_STEPS` steps and as many
+    messages, or one where many records are kept, unless most of the ranks that still send are in
+    earlier steps: one whose numbers of steps are off does not decide for them. Numbers of steps may
+    have gaps; but once a whole step has come after a later one, a step waits as long for those
+    between it and the last. The caller passes each message to `admit`, then the records of each
+    step to `count`, and takes the steps that `close` returns at the end, and before while it
+    `is_full`: a message of thousands of steps opens few of them at a time.
 
     ranks     ranks of the layout, sorted
     expected  records of each rank and step; None where it is not known
@@ -120,9 +122,12 @@ class StepProgress(Persistent):
     @property
     def is_full(self) -> bool:
         """True if so many steps are open, or records kept, that `close` returns one of them."""
-        kept = sum(opened.kept for opened in self._open.values())
-        is_much = kept > _MOST_KEPT and len(self._open) > _LAG_STEPS
-        return is_much or len(self._open) > self._most_open
+        is_most = self._kept > _MOST_KEPT and len(self._open) > _LAG_STEPS
+        return is_most or len(self._open) > self._most_open
+
+    @property
+    def _kept(self) -> int:
+        return sum(opened.kept for opened in self._open.values())
 
     def index(self, ranks: NDArray[np.integer]) -> Ints:
         """Positions of ranks; -1 for those that are not in the layout."""
@@ -235,7 +240,8 @@ class StepProgress(Persistent):
             done = self._newest > step if self._expected is None else opened.counts >= self._habit
             whole = done[waited & (self.silent < SILENT_STEPS)].all() and opened.counts.any()
             whole &= not self._fills or step == self._closed + 1
-            if int(self._messages.max()) - opened.opened_at >= _LAG_STEPS:
+            sent = int(self._messages.max()) - opened.opened_at
+            if sent >= (1 if self._kept > _MUCH_KEPT else _LAG_STEPS):
                 later = steps[at + _LAG_STEPS : at + _LAG_STEPS + 1]
                 late |= bool(later) and not self._is_ahead(later[0])
             if not (whole or late):

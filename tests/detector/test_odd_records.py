@@ -300,27 +300,50 @@ def test_steps_far_ahead_of_most_ranks_stay_few(off: int) -> None:
     assert detector.verdicts()[0].step >= 395
 
 
-@pytest.mark.parametrize("lost", [True, False])
-def test_records_of_open_steps_are_bounded_where_messages_hold_many_steps(
-    monkeypatch: pytest.MonkeyPatch, lost: bool
+def held(detector: Detector) -> int:
+    """Records of open steps."""
+    opened = detector._layout_state.assembler._records.values()
+    return sum(len(part) for each in opened for part in each.parts)
+
+
+def test_few_steps_wait_for_a_lost_message_where_messages_hold_many(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of senders that are asked for fewer messages, one of which is refused: steps wait until
-    three more have come. They held 24 steps, half a gigabyte of 16,384 ranks."""
+    """As of senders that are asked for fewer messages, one of which is refused. Those of three more
+    waited, half a gigabyte of 16,384 ranks."""
     most, together = 640, 6  # records, ten steps of them; steps of a message
-    monkeypatch.setattr(step_assembler, "_MOST_KEPT", most)
+    monkeypatch.setattr(step_assembler, "_MUCH_KEPT", most)
     detector, named, kept = Detector(JOB), set(), list[int]()
     steps = stream(with_lengths=True, faulty=True, steps=48)
     for at in range(0, len(steps), together):
         messages = by_rank(TelemetryBatch.concat(steps[at : at + together]), 0)
-        for message in messages[at == together if lost else 0 :]:
+        for message in messages[at == together :]:
             named |= names(detector.update(message))
-            opened = detector._layout_state.assembler._records.values()
-            kept.append(sum(len(part) for each in opened for part in each.parts))
+            kept.append(held(detector))
     assert max(kept) <= most
     assert named == {SLOW}
     assert detector.counters["late"] == 0
     again = Detector.restore(JOB, detector.save())
     assert again.save() == detector.save()
+
+
+def test_the_steps_of_an_outage_wait_for_all_ranks_while_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outage = by_rank(TelemetryBatch.concat(stream(with_lengths=True, faulty=True)), 0)
+    monkeypatch.setattr(step_assembler, "_MUCH_KEPT", 640)
+    detector, named = Detector(JOB), set()
+    for message in outage:
+        named |= names(detector.update(message))
+    assert named == {SLOW}
+    assert detector.counters["late"] == 0
+    monkeypatch.setattr(step_assembler, "_MOST_KEPT", 640)
+    detector, kept = Detector(JOB), list[int]()
+    for message in outage:
+        named |= names(detector.update(message))
+        kept.append(held(detector))
+    assert max(kept) <= 640
+    assert named == {SLOW}
 
 
 def test_more_than_half_of_the_ranks_may_fall_silent_in_the_middle_of_a_step() -> None:
