@@ -239,8 +239,8 @@ class Trainer:
                 except PeerLostError as error:
                     broken = str(error)
                 except (FencedOutError, JobStoppedError) as error:
-                    if self._is_done:  # and cannot help the others any more
-                        break
+                    if self._is_done and self._is_gathered:
+                        break  # and cannot help the others any more
                     # The others lost a rank while this one joined, and continued without it.
                     if not (self._is_joining and isinstance(error, FencedOutError)):
                         raise
@@ -264,6 +264,11 @@ class Trainer:
         """True if this rank has completed the job, or its part of one that all ranks leave."""
         is_left = self.completed >= self._steps or not self._rendezvous.alive
         return self.engine is not None and is_left
+
+    @property
+    def _is_gathered(self) -> bool:
+        """True if this rank's parameters, of which it has some, are whole."""
+        return self.engine is not None and self.engine.is_gathered
 
     def _finish(self) -> str | None:
         """End the job for this rank; returns why another one still needs it, if one does."""

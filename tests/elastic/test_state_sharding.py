@@ -210,6 +210,13 @@ def test_without_a_checkpoint_its_loss_ends_the_job_with_what_is_missing(tmp_pat
     assert "no surviving rank holds" in outcome.logs
 
 
+def test_a_rank_that_cannot_gather_the_last_update_does_not_end_well(tmp_path: Path) -> None:
+    """All steps are made, but what the lost rank has updated is nowhere else."""
+    record = play(Job(THREE, faults=(EngineFault(1, "gather", STEPS),), copies=1), tmp_path)
+    assert record.dead == {0, 1, 2}, record.logs
+    assert "no surviving rank holds" in record.logs
+
+
 def many_kinds_sharded() -> Setup:
     return replace(many_kinds(), optimizer_replicas=2)
 

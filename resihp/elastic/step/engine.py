@@ -78,6 +78,7 @@ class Engine:
     generation began; None: the next step is a whole one.
 
     is_accumulated  all passes of this rank in the current step are done
+    is_gathered     no update of other ranks is missing in the parameters
     can_claim       all ranks could reach the store in the last step, so that replicas may claim
                     microbatches in the next one; equal on all ranks
     """
@@ -109,6 +110,7 @@ class Engine:
         self._gather = None
         if groups.state is not None:
             self._gather = ParameterAllGather(shard, groups, setup.bucket_bytes)
+        self.is_gathered = self._gather is None
         self.can_claim = True
         self._overlapped: GradientAllReduce | None = None
         self._losses: dict[int, float] = {}
@@ -203,6 +205,7 @@ class Engine:
             clip(self.shard, norm, optimizer.max_norm)
         optimizer.set_rate(self.shard.optimizer, step)
         self.shard.optimizer.step()
+        self.is_gathered = self._gather is None
         for tensor in self.shard.slices.values():
             tensor.grad = None
         if isinstance(data, Cursor):
@@ -217,6 +220,7 @@ class Engine:
         """
         if self._gather is not None:
             self._gather.run()
+            self.is_gathered = True
 
     def release(self) -> None:
         """Free the state but not the groups; tensors shared with another shard stay there."""
