@@ -182,7 +182,8 @@ class Trainer:
         if self.engine is not None:
             groups, shard = self.engine.groups, self.engine.shard
             self._state.resume(self._checkpoints.resume(groups.everyone, shard))
-            self._gather()
+            if self.completed:  # initial values are whole
+                self._gather()
 
     def _arguments(self) -> dict[str, object]:
         """Arguments without which ranks would wait for each other, or train something else."""

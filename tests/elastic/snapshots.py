@@ -27,8 +27,9 @@ def save(trainer: Trainer, path: Path, *, whole: bool = True) -> None:
         return
     shard, total = trainer.engine.shard, trainer.engine.total
 
-    # Scalars and the cursor stand beside the parameters, as tensors that every rank holds whole.
-    alike = {"scalars": shard.scalars()}
+    # Scalars and the cursor stand beside the parameters, as tensors that every rank holds whole;
+    # of scalars, the groups of which it has any rows.
+    alike: dict[str, torch.Tensor] = {}
     if isinstance(trainer.setup.data, Cursor):
         alike |= _tensors(trainer.setup.data.state_dict())
     held: dict[str, list[Any]] = defaultdict(list)
@@ -38,6 +39,10 @@ def save(trainer: Trainer, path: Path, *, whole: bool = True) -> None:
         sums = [total[param, span]] if total is not None and (param, span) in total else []
         arrays = [t.numpy() for t in (*tensors, *sums)]
         held[param.key].append((param.shape, param.dim or 0, span[0], arrays))
+    table = shard.scalars()
+    for row, line in enumerate(table):
+        if not line.isinf().any():
+            held["scalars"].append((table.shape, 0, row, [line[None].numpy()]))
     step = {"completed": torch.tensor(float(trainer.completed))}
     for key, tensor in (alike | step).items():
         line = tensor.double().flatten()

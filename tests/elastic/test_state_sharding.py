@@ -147,6 +147,12 @@ def test_a_loss_while_parameters_are_gathered(
     assert not any(record.redone(step) for step in range(completed)), record.logs
 
 
+def test_initial_values_are_not_gathered(alone: Record, tmp_path: Path) -> None:
+    """They are whole; from a loss in that exchange no rank would have recovered."""
+    record = play(Job(THREE, faults=(EngineFault(1, "gather", 0),), copies=2), tmp_path)
+    assert_same_training(record, alone, set())
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_one_rank_after_the_other(deterministic: bool, alone: Record, tmp_path: Path) -> None:
     faults = (EngineFault(1, "vote", 0), EngineFault(3, "gather", 2))
