@@ -249,6 +249,14 @@ def test_a_number_of_replicas_below_one_is_refused() -> None:
         setup(0)
 
 
+def test_fused_kernels_are_refused() -> None:
+    """Those of CUDA devices raise in the first update of some columns of a tensor."""
+    fused = Optimizer(torch.optim.AdamW, lr=1e-2, fused=True)
+    Setup(Llama(SHAPE), fused, batch)
+    with pytest.raises(ContractError, match=r"fused.*optimizer_replicas"):
+        Setup(Llama(SHAPE), fused, batch, optimizer_replicas=2)
+
+
 def test_an_optimizer_without_moments_has_nothing_to_shard() -> None:
     plain = Setup(Llama(SHAPE), Optimizer(torch.optim.SGD, lr=0.1), batch)
     whole = train(plain, plan(0, THREE), STEPS)

@@ -34,6 +34,7 @@ class Optimizer:
     rate      factor on the learning rate, as a function of the step
     max_norm  the gradient is scaled down to this norm over the whole model; None: never
     options   of each parameter, where they differ from the keywords (`no_decay_on_vectors`)
+    is_fused  its kernels update all state in one pass, of tensors that are dense in memory
 
     Raises `ContractError` for an optimizer whose state cannot be sharded by range; `build` raises
     it for options that change the kind of state of some parameters.
@@ -50,7 +51,7 @@ class Optimizer:
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ContractError("max_norm", f"must be above 0, not {max_norm}")
-        self.rate, self.max_norm = rate, max_norm
+        self.rate, self.max_norm, self.is_fused = rate, max_norm, bool(keywords.get("fused"))
         self._make, self._options = partial(kind, **keywords), options
         self._name = getattr(kind, "__name__", repr(kind))
         self.form: OptimizerStateSpec = find_state_spec(self._name, self._make)

@@ -125,6 +125,10 @@ class Setup:
             raise ContractError(
                 "optimizer_replicas", f"must be 1 or more, not {self.optimizer_replicas}"
             )
+        if self.optimizer_replicas is not None and self.optimizer.is_fused:
+            raise ContractError(
+                "fused", "with optimizer_replicas ranks update columns of tensors, not dense ones"
+            )
         if self.recompute not in (None, *get_args(Recompute)):
             known = " or ".join(map(repr, get_args(Recompute)))
             raise ContractError("recompute", f"must be {known} or None, not {self.recompute!r}")
