@@ -402,6 +402,8 @@ class Trainer:
     def _report(self) -> None:
         """Report the last step, unless it has been; its parameters are gathered now."""
         if self._unreported is not None:
+            if self._state.phase is Phase.VOTING:  # after a recovery, which is over for plans, too
+                self._state.enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
             reduced, plan, start = self._unreported
             self._unreported = None
             self._callbacks.on_step(reduced, (time.perf_counter() - start) * 1e3, plan)

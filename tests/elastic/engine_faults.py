@@ -209,6 +209,7 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
     cut_small_blocks()
     events = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
     left = {(s.at, s.step): s.count for s in job.faults if s.rank == rank}
+    phases = list[Phase]()
 
     def come_to(point: str, step: int) -> None:
         if (point, step) in left:
@@ -247,10 +248,12 @@ def run_rank(rank: int, host: str, port: int, job: Job, folder: Path) -> None:
         write("switch", switch.step, kept=switch.kept)
 
     def on_phase(phase: Phase, completed: int) -> None:
+        phases.append(phase)
         come_to(phase.value, completed)
 
     def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
         write("step", reduced.step, loss=reduced.loss)
+        assert phases[-1] in (Phase.UPDATING, Phase.IDLE), "in others no plan is published"
         if trainer.plan.version and not set(job.joiners) <= set(trainer.plan.layout.ranks):
             _await(is_prepared)  # the job is not to end before they have come
 
