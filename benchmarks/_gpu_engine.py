@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -79,6 +79,7 @@ class EngineJob:
     steps: int = STEPS
     plans: tuple[Plan, ...] = ()
     killed: str = ""
+    optimizer_replicas: int | None = None
 
 
 def need_groups(device: str, maker: str = "staged") -> None:
@@ -143,12 +144,35 @@ def changes_in_a_row(device: str, small: bool, count: int) -> Iterator[Row]:
 def losses(device: str, small: bool, maker: str = "staged") -> Iterator[Row]:
     """The largest difference of a step's loss to that of the same job on the CPU."""
     need_groups(device, maker)
-    found = []
-    for where in ("cpu", device):
-        with _played(EngineJob(_shape(small), where, groups=maker, steps=5)) as folder:
-            found.append([e["loss"] for e in told(folder, 0, "step")])
-    apart = max(abs(b / a - 1) for a, b in zip(*found, strict=True))
+    jobs = [EngineJob(_shape(small), where, groups=maker, steps=5) for where in ("cpu", device)]
+    apart = _apart(*map(_losses, jobs))
     yield Row(f"{maker}: loss of 5 steps, from the CPU's", apart, "relative", 1e-4, "of fp32 sums")
+
+
+def sharded_state(device: str, small: bool, maker: str = "staged") -> Iterator[Row]:
+    """Optimizer state on two of four replicas: loss, and time until the loss of one is made up."""
+    need_groups(device, maker)
+    whole = EngineJob(_shape(small), device, ONE_STAGE, groups=maker, steps=5)
+    apart = _apart(*(_losses(replace(whole, optimizer_replicas=n)) for n in (None, 2)))
+    name = f"{maker}: optimizer state on 2 of 4 replicas"
+    yield Row(f"{name}: loss of 5 steps", apart, "relative", 1e-4, "from unsharded")
+    job = replace(whole, steps=STEPS, optimizer_replicas=2, killed="backward")
+    with _played(job) as folder:
+        died, made = told(folder, VICTIM, "killed")[0], told(folder, 0, "step")
+    after = next(e["at"] for e in made if e["at"] > died["at"])
+    before = [e["at"] for e in made if e["at"] < died["at"]]
+    usual_s = statistics.median(b - a for a, b in pairwise(before))
+    yield Row(f"{name}: SIGKILL", after - died["at"], "s", usual_s, "a usual step", "no rollback")
+
+
+def _losses(job: EngineJob) -> list[float]:
+    with _played(job) as folder:
+        return [e["loss"] for e in told(folder, 0, "step")]
+
+
+def _apart(one: list[float], other: list[float]) -> float:
+    """The largest relative difference between two lists."""
+    return max(abs(b / a - 1) for a, b in zip(one, other, strict=True))
 
 
 def _shape(small: bool) -> ModelShape:
@@ -199,7 +223,14 @@ def run_rank(rank: int, host: str, port: int, job: EngineJob, folder: Path) -> N
         diary.tell("change", version=made.plan.version, ms=made.pause_ms, **held(job.device))
 
     trainer = Trainer(
-        Setup(Llama(job.shape), OPTIMIZER, batch, on_record, device=first_device(job.device)),
+        Setup(
+            Llama(job.shape),
+            OPTIMIZER,
+            batch,
+            on_record,
+            device=first_device(job.device),
+            optimizer_replicas=job.optimizer_replicas,
+        ),
         _plan(0, job.layout),
         Rendezvous(lambda: connect(host, port, "engine", TIMEOUTS), rank, range(4), TIMEOUTS),
         PlansInOrder(job.plans, lambda: trainer.completed > 2),

@@ -192,6 +192,7 @@ def _faults(maker: str, common: dict[str, Any]) -> list[Measurement]:
             )
             for point in ("forward", "backward", "the pause")
         ),
+        Measurement(f"{maker}: sharded optimizer state", f"{_ENGINE}:sharded_state", common, 90),
     ]
 
 
