@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,19 +21,26 @@ from tests.elastic.test_models import (
     STEPS,
     batch,
 )
-from tests.elastic.threads import Run, train
+from tests.elastic.threads import Run, cut_small_blocks, train
 
 
-def trained(layout: Layout, maker: type[StagedGlooCommunicators] | None, **options: bool) -> Run:
+def trained(layout: Layout, maker: type[StagedGlooCommunicators] | None, **options: Any) -> Run:
     quotas = even_quotas(MICROBATCHES, layout.dp)
     plan = Plan(version=0, layout=layout, quotas=quotas, schedule=Schedule.ZERO_BUBBLE)
     return train(Setup(MODELS["llama"], OPTIMIZER, batch, **options), plan, STEPS, maker=maker)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"deterministic": True}, {"optimizer_replicas": 1, "bucket_bytes": 4096}],
+    ids=["plain", "deterministic", "sharded"],
+)
 @pytest.mark.parametrize("layout", ["grid", "uneven"])
-def test_a_job_trains_alike_however_late_its_copies_are(layout: str, deterministic: bool) -> None:
-    late = trained(LAYOUTS[layout], LateCommunicators, deterministic=deterministic)
+def test_a_job_trains_alike_however_late_its_copies_are(
+    layout: str, options: dict[str, Any]
+) -> None:
+    cut_small_blocks()
+    late = trained(LAYOUTS[layout], LateCommunicators, **options)
     alone = trained(ALONE, None)
     assert late.losses == pytest.approx(alone.losses, abs=2e-5)
     assert late.norms == pytest.approx(alone.norms, rel=1e-4)
