@@ -37,9 +37,9 @@ def trained(layout: Layout, maker: type[StagedGlooCommunicators] | None, **optio
 )
 @pytest.mark.parametrize("layout", ["grid", "uneven"])
 def test_a_job_trains_alike_however_late_its_copies_are(
-    layout: str, options: dict[str, Any]
+    layout: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut_small_blocks()
+    cut_small_blocks(monkeypatch)
     late = trained(LAYOUTS[layout], LateCommunicators, **options)
     alone = trained(ALONE, None)
     assert late.losses == pytest.approx(alone.losses, abs=2e-5)

@@ -48,8 +48,8 @@ LAYOUTS = {"three": THREE, "grid": GRID, "uneven": UNEVEN}
 
 
 @pytest.fixture(autouse=True)
-def small_blocks() -> None:
-    cut_small_blocks()
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_small_blocks(monkeypatch)
 
 
 def setup(copies: int | None, *, tied: bool = True, deterministic: bool = False) -> Setup:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -183,6 +184,9 @@ def held_by(shard: Shard) -> Iterator[tuple[Param, Range, tuple[torch.Tensor, ..
         yield param, span, shard.state((param, span))
 
 
-def cut_small_blocks() -> None:
-    """Cut optimizer state that is sharded over replicas into blocks of a few rows."""
-    shards._BLOCK_NUMEL = 64
+def cut_small_blocks(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
+    """Cut optimizer state that is sharded over replicas into blocks of a few rows.
+
+    Without `monkeypatch` for the life of this process.
+    """
+    (monkeypatch or pytest.MonkeyPatch()).setattr(shards, "_BLOCK_NUMEL", 64)
