@@ -40,7 +40,6 @@ DURING = (
     Phase.STREAMING,
     Phase.VOTING,
     Phase.UPDATING,
-    Phase.RECOVERING,
 )
 THREE = Layout.grid(dp=3, pp=1, tp=1, layers=4, units=4)
 FOUR = Layout.grid(dp=4, pp=1, tp=1, layers=4, units=4)
@@ -184,6 +183,16 @@ def test_killed_in_a_switch(phase: Phase, rank: int, long: Outcome, tmp_path: Pa
     faults = tuple(Fault(rank, phase, completed) for completed in range(1, LONG))
     outcome = run(Case(WIDE, LONG, plans, faults, setup=sharded_over_two), tmp_path)
     assert_survived(outcome, long, {rank})
+
+
+def on_three() -> Setup:
+    return setup(3)
+
+
+def test_killed_during_the_recovery_of_another(long: Outcome, tmp_path: Path) -> None:
+    """Of three copies two may be lost at once."""
+    faults = (Fault(2, Phase.REDUCING, 2), Fault(3, Phase.RECOVERING, 2))
+    assert_survived(run(Case(FOUR, LONG, faults=faults, setup=on_three), tmp_path), long, {2, 3})
 
 
 def on_two_nodes() -> Setup:
