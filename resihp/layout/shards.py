@@ -129,10 +129,10 @@ def ranges_of(blocks: Blocks) -> dict[int, StateRanges]:
 def _assigned(reduction: GradientReduction, copies: StateCopies) -> Iterator[StateBlock]:
     """Yield the blocks of a reduction, in its order."""
     ranks = reduction.ranks
-    if len(ranks) <= copies.count:
-        yield from (StateBlock(param, span, ranks) for param, span in reduction.pieces)
-        return
     blocks = [(param, span) for param, piece in reduction.pieces for span in _cut(param, piece)]
+    if len(ranks) <= copies.count:  # cut all the same: parts of the norm are those of any layout
+        yield from (StateBlock(param, span, ranks) for param, span in blocks)
+        return
     preferred = np.argsort(_weights(blocks, ranks), axis=1, kind="stable").tolist()
     sizes = [(span[1] - span[0]) * param.row_numel for param, span in blocks]
     room = [copies.count * sum(sizes) / len(ranks)] * len(ranks)

@@ -97,9 +97,11 @@ def test_each_rank_holds_its_part_of_the_moments() -> None:
         assert max(held) < 1.1 * copies * whole / 4
 
 
-def test_a_training_in_a_fixed_order_does_not_depend_on_the_number_of_replicas() -> None:
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_training_in_a_fixed_order_does_not_depend_on_the_number_of_replicas(copies: int) -> None:
     """The parts of the gradient norm are the same ones on whichever ranks they are."""
-    runs = [train(setup(1, deterministic=True), plan(0, one), STEPS) for one in (THREE, FOUR)]
+    sharded = setup(copies, deterministic=True)
+    runs = [train(sharded, plan(0, one), STEPS) for one in (THREE, FOUR)]
     assert runs[0].losses == runs[1].losses
     assert runs[0].norms == runs[1].norms
     for param, tensors in runs[0].state.items():
