@@ -23,10 +23,13 @@ from .communication import GradientReduction, gradient_reductions
 from .parameters import Param, Parameters, Range
 
 _BLOCKS = 32
-"""Most blocks of a parameter."""
+"""Blocks of a parameter, unless they would be too small or too large."""
 
 _BLOCK_NUMEL = 1 << 16
 """Least elements of a block: smaller ones would cost more to handle than they even out."""
+
+_MOST_NUMEL = 1 << 22
+"""Most elements of a block of several rows: of larger ones a few ranks would hold too much."""
 
 StateRange = tuple[Param, Range]
 """Rows of a parameter whose optimizer state one rank holds."""
@@ -153,7 +156,8 @@ def _assigned(reduction: GradientReduction, copies: StateCopies) -> Iterator[Sta
 
 def _cut(param: Param, piece: Range) -> list[Range]:
     """Cut a piece at edges that are the same in every layout."""
-    rows = max(-(-param.size // _BLOCKS), -(-_BLOCK_NUMEL // param.row_numel))
+    most = max(1, _MOST_NUMEL // param.row_numel)
+    rows = max(min(-(-param.size // _BLOCKS), most), -(-_BLOCK_NUMEL // param.row_numel))
     edges = range(piece[0] // rows * rows, piece[1], rows)
     return [(max(edge, piece[0]), min(edge + rows, piece[1])) for edge in edges]
 

@@ -9,7 +9,7 @@ those of an all-reduce.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -180,12 +180,24 @@ def _in_turn(blocks: list[StateBlock], numel: int) -> Iterator[list[StateBlock]]
 
 def _bucket(group: AbortableProcessGroup, blocks: list[StateBlock]) -> _Bucket:
     own = [block for block in blocks if block.ranks[0] == group.rank]
-    lacking = [block for block in blocks if group.rank not in block.ranks]
+    lacking = [block for block in blocks if group.rank not in _updated_by(block, group.device)]
     return _Bucket(
         group,
-        sent=[[block for block in own if rank not in block.ranks] for rank in group.ranks],
+        sent=[
+            [block for block in own if rank not in _updated_by(block, group.device)]
+            for rank in group.ranks
+        ],
         lacking=[[block for block in lacking if block.ranks[0] == rank] for rank in group.ranks],
     )
+
+
+def _updated_by(block: StateBlock, device: torch.device) -> Sequence[int]:
+    """Return the ranks that keep the parameters which they have updated.
+
+    On accelerators kernels for lists of tensors may round otherwise for another list: there all
+    take the parameters of the first holder.
+    """
+    return block.ranks if device.type == "cpu" else block.ranks[:1]
 
 
 def _numel(blocks: list[StateBlock]) -> int:
