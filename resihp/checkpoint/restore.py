@@ -24,7 +24,7 @@ from .levels.level import CheckpointReader, Level
 from .levels.local_disk import LocalDisk
 from .providers import LazyTensor, StatefulProvider, StateProvider, provider_of
 from .ranks import Ranks
-from .shard_reader import Located, missing_of, read_object, read_tensors
+from .shard_reader import Located, jobs_of, missing_of, read_object, read_tensors
 from .state_dict import (
     ObjectEntry,
     Path,
@@ -175,11 +175,12 @@ def _fill(reader: CheckpointReader, into: State, rank: int) -> Mapping[str, obje
     if differing:
         raise CheckpointError(f"shapes differ: {'; '.join(differing[:6])}")
     there = {e.key for _, e in entries if e.dtype is None} | {made.key for made in created}
-    missing = sorted(set(paths) - there) + missing_of(wanted, entries)
+    jobs = list(jobs_of(wanted, entries))
+    missing = sorted(set(paths) - there) + missing_of(wanted, jobs)
     if missing:
         raise CheckpointError(_lacks(missing))
     _check_can_be_filled(wanted)
-    read_tensors(reader, wanted, entries)
+    read_tensors(reader, jobs)
     _remove_all(state, [entry.path for entry in unsaved])
     for made in (*created, *made_of.values()):
         _set_at(state, made.path, made.tensor)

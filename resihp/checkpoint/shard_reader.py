@@ -30,7 +30,7 @@ Located = tuple[FileIndex, IndexEntry]
 
 
 @dataclass(frozen=True, eq=False)
-class _ReadJob:
+class ReadJob:
     """Bytes [start, stop) of a file, which hold the intersection of a wanted shard and an entry."""
 
     wanted: TensorEntry
@@ -41,10 +41,10 @@ class _ReadJob:
     stop: int
 
 
-def missing_of(wanted: Sequence[TensorEntry], entries: Sequence[Located]) -> list[str]:
+def missing_of(wanted: Sequence[TensorEntry], jobs: Sequence[ReadJob]) -> list[str]:
     """Describe the wanted shards that the checkpoint does not cover, by name and range."""
     have: dict[int, int] = defaultdict(int)
-    for job in _jobs(wanted, entries):
+    for job in jobs:
         have[id(job.wanted)] += math.prod(job.shared[1])
     return [
         f"{shard.key}{[f'{a}:{a + n}' for a, n in zip(*shard.box, strict=True)]}"
@@ -53,11 +53,9 @@ def missing_of(wanted: Sequence[TensorEntry], entries: Sequence[Located]) -> lis
     ]
 
 
-def read_tensors(
-    reader: CheckpointReader, wanted: Sequence[TensorEntry], entries: Sequence[Located]
-) -> None:
+def read_tensors(reader: CheckpointReader, jobs: Sequence[ReadJob]) -> None:
     """Fill the wanted shards. Raises `CheckpointDamagedError` with all damaged ones found."""
-    jobs = sorted(_jobs(wanted, entries), key=lambda job: (job.index.rank, job.start))
+    jobs = sorted(jobs, key=lambda job: (job.index.rank, job.start))
     with ThreadPoolExecutor(READERS, "resihp-checkpoint-read") as pool:
         batches = [pool.submit(_read_batch, reader, batch) for batch in _batches(jobs)]
     damaged = []
@@ -126,7 +124,8 @@ def _damaged(index: FileIndex, number: int, problem: str) -> CheckpointDamagedEr
     return CheckpointDamagedError(f"bytes {start}:{stop}", shards, problem)
 
 
-def _jobs(wanted: Sequence[TensorEntry], entries: Sequence[Located]) -> Iterator[_ReadJob]:
+def jobs_of(wanted: Sequence[TensorEntry], entries: Sequence[Located]) -> Iterator[ReadJob]:
+    """List what has to be read of each entry for each wanted shard."""
     by_key: dict[str, dict[Box, Located]] = defaultdict(dict)
     for index, entry in entries:
         if entry.dtype is not None:
@@ -140,7 +139,7 @@ def _jobs(wanted: Sequence[TensorEntry], entries: Sequence[Located]) -> Iterator
                 yield _job(shard, index, entry, shared)
 
 
-def _job(wanted: TensorEntry, index: FileIndex, entry: IndexEntry, shared: Box) -> _ReadJob:
+def _job(wanted: TensorEntry, index: FileIndex, entry: IndexEntry, shared: Box) -> ReadJob:
     """Build the job for the shortest range of bytes that holds the shared box."""
     assert entry.dtype is not None
     width = getattr(torch, entry.dtype).itemsize
@@ -149,16 +148,16 @@ def _job(wanted: TensorEntry, index: FileIndex, entry: IndexEntry, shared: Box) 
     low = sum(at * stride for at, stride in zip(inside, strides, strict=True))
     high = low + sum((n - 1) * stride for n, stride in zip(shared[1], strides, strict=True)) + 1
     start, stop = entry.data + low * width, entry.data + high * width
-    return _ReadJob(wanted, index, entry, shared, start, stop)
+    return ReadJob(wanted, index, entry, shared, start, stop)
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
 
 
-def _batches(jobs: Sequence[_ReadJob]) -> Iterator[list[_ReadJob]]:
+def _batches(jobs: Sequence[ReadJob]) -> Iterator[list[ReadJob]]:
     """Batch neighbouring jobs, so that a chunk is read at most twice."""
-    batch: list[_ReadJob] = []
+    batch: list[ReadJob] = []
     held = 0
     for job in jobs:
         batch.append(job)
@@ -170,13 +169,13 @@ def _batches(jobs: Sequence[_ReadJob]) -> Iterator[list[_ReadJob]]:
         yield batch
 
 
-def _read_batch(reader: CheckpointReader, batch: Sequence[_ReadJob]) -> None:
+def _read_batch(reader: CheckpointReader, batch: Sequence[ReadJob]) -> None:
     chunks = _ChunkReader(reader)
     for job in batch:
         _read(chunks, job)
 
 
-def _read(chunks: _ChunkReader, job: _ReadJob) -> None:
+def _read(chunks: _ChunkReader, job: ReadJob) -> None:
     dtype: torch.dtype = getattr(torch, job.entry.dtype or "uint8")
     goal = job.wanted.tensor.detach()
     for dim, (start, size) in enumerate(zip(*job.shared, strict=True)):
