@@ -160,10 +160,19 @@ class OpenedState(NamedTuple):
 
 
 def opened(state: State) -> OpenedState:
-    """Replace the providers of a state by what they give, and a list by a mapping."""
+    """Replace the providers of a state by what they give, and a list by a mapping.
+
+    Raises `ContractError` for a shard that occurs twice in the list.
+    """
     if not isinstance(state, Mapping):
         _check_pieces(state)
-        return OpenedState({f"{piece.key}{list(piece.offsets)}": piece for piece in state}, [])
+        pieces: dict[str, object] = {}
+        for piece in state:
+            where = f"{piece.key}{list(piece.offsets)}"
+            if where in pieces:
+                raise ContractError(where, "occurs twice in the state")
+            pieces[where] = piece
+        return OpenedState(pieces, [])
     for key, value in state.items():
         if provider_of(value) is None:
             _check_settable(state, (key,), value)

@@ -134,3 +134,12 @@ def test_a_checkpoint_of_more_ranks_than_a_process_may_open_files(tmp_path: Path
     with pytest.raises(CheckpointError, match=f"__{count - 1}_0.distcp"):
         restore([LocalDisk(tmp_path)], into, IndependentRank())
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_shard_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    """Only one of the two would be filled."""
+    param = PARAMS[0]
+    save(tmp_path, [[piece(param, 0, 12)]])
+    into = [piece(param, 4, 8), piece(param, 4, 6)]
+    with pytest.raises(ContractError, match="occurs twice"):
+        restore([LocalDisk(tmp_path)], into, IndependentRank())
