@@ -88,8 +88,9 @@ class StepProgress(Persistent):
     """
 
     _saved = (
-        "silent", "_habit", "_counts", "_most", "_open", "_closed", "_gap", "_fills", "_messages",
-        "_heard_at", "_newest", "is_begun", "_begins_back", "_back", "_back_at", "_behind",
+        "silent", "_habit", "_counts", "_most", "_open", "_kept", "_closed", "_gap", "_fills",
+        "_messages", "_heard_at", "_newest", "is_begun", "_begins_back", "_back", "_back_at",
+        "_behind",
     )  # fmt: skip
     _open: dict[int, _OpenStep]
     _behind: deque[TelemetryBatch]
@@ -102,6 +103,7 @@ class StepProgress(Persistent):
         self._most = np.zeros(size, np.int64)
         self.silent = np.zeros(size, np.int64)
         self._open = {}
+        self._kept = 0  # records of open steps
         self._closed, self._gap, self._fills = -1, 0, False
         self._messages = np.zeros(size, np.int64)
         self._heard_at = np.full(size, -1, np.int64)  # most messages of any rank by then
@@ -124,10 +126,6 @@ class StepProgress(Persistent):
         """True if so many steps are open, or records kept, that `close` returns one of them."""
         is_most = self._kept > _MOST_KEPT and len(self._open) > _LAG_STEPS
         return is_most or len(self._open) > self._most_open
-
-    @property
-    def _kept(self) -> int:
-        return sum(opened.kept for opened in self._open.values())
 
     def index(self, ranks: NDArray[np.integer]) -> Ints:
         """Positions of ranks; -1 for those that are not in the layout."""
@@ -229,6 +227,7 @@ class StepProgress(Persistent):
             self._open[step] = opened
         opened.counts += np.bincount(index, minlength=self.ranks.size)
         opened.kept += kept
+        self._kept += kept
 
     def close(self, lost: Iterable[int] = (), *, at_end: bool = False) -> Iterator[int]:
         """Closes the steps that are whole or overdue, in order; `lost` ranks are not waited for,
@@ -247,6 +246,7 @@ class StepProgress(Persistent):
             if not (whole or late):
                 return
             del self._open[step]
+            self._kept -= opened.kept
             self._gap = step - self._closed if self._closed >= 0 else step + 1
             self._fills &= self._gap == 1
             self._closed, present = step, opened.counts > 0
