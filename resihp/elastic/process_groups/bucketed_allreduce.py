@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -128,8 +129,11 @@ Holders = Callable[[GradientSlice], Sequence[int]]
 class _Bucket:
     """Slices that travel together in `flat`.
 
-    missing  parameters to which backward still adds, with the number of times
+    missing     parameters to which backward still adds, with the number of times
+    is_sent_on  sums are on their way to other ranks after `wait`
     """
+
+    is_sent_on: ClassVar[bool] = False
 
     group: AbortableProcessGroup
     slices: list[GradientSlice]
@@ -142,6 +146,9 @@ class _Bucket:
         self.flat = torch.cat([one.read().reshape(-1) for one in self.slices])
         if len(self.group) > 1:
             self.work = self.group.start_all_reduce(self.flat)
+
+    def reduce(self) -> None:
+        """Free what is no longer needed once `is_summed`."""
 
     def wait(self) -> None:
         """Wait for the sums. Raises `PeerLostError`."""
@@ -173,6 +180,8 @@ class _ScatteredBucket(_Bucket):
 
     received  of the exchange in progress
     """
+
+    is_sent_on = True
 
     holders: Holders = lambda _: ()
     received: torch.Tensor | None = None
@@ -318,10 +327,10 @@ class BucketedAllReduce:
         self.start()
         for bucket in self._started:
             bucket.wait()
-            if not isinstance(bucket, _ScatteredBucket):
+            if not bucket.is_sent_on:
                 yield from bucket.sums()
         for bucket in self._started:
-            if isinstance(bucket, _ScatteredBucket):
+            if bucket.is_sent_on:
                 yield from bucket.sums()
 
     def summed(self) -> list[torch.Tensor]:
@@ -350,7 +359,7 @@ class BucketedAllReduce:
 
     def _start(self, queue: deque[_Bucket]) -> _Bucket:
         for earlier in self._started:
-            if isinstance(earlier, _ScatteredBucket) and earlier.is_summed:
+            if earlier.is_summed:
                 earlier.reduce()  # else all parts would be held until the end
         bucket = queue.popleft()
         bucket.start()

@@ -141,8 +141,8 @@ def build_shard(
     modules: dict[str, nn.Module] = {}
     tensors: dict[Param, nn.Parameter] = {}
     if current is not None:
-        held = current.ranges.items() & ranges.items()
-        tensors = {param: current.tensors[param] for param, _ in held}
+        unchanged = current.ranges.items() & ranges.items()
+        tensors = {param: current.tensors[param] for param, _ in unchanged}
     for part, params in parts.items():
         spans = part_ranges(params, ranges)
         with groups.device:  # factory functions in the model allocate there
@@ -160,17 +160,19 @@ def build_shard(
             tensor.data = allot(param, tensor.data)
     whole = {param: (span,) for param, span in ranges.items()}
     state = whole if groups.state is None else groups.state.ranges
-    slices: dict[StateRange, nn.Parameter] = {}
-    for rows_held in ((param, span) for param, spans in state.items() for span in spans):
-        kept = current.slices.get(rows_held) if current and rows_held[0] in shared else None
-        slices[rows_held] = _slice(tensors, ranges, rows_held) if kept is None else kept
+    kept = {} if current is None else current.slices
+    slices = {
+        held: kept[held] if param in shared and held in kept else _slice(tensors, ranges, held)
+        for param, spans in state.items()
+        for held in ((param, span) for span in spans)
+    }
     optimizer = settings.build(parameters, [(param, one) for (param, _), one in slices.items()])
     shard = Shard(modules, ranges, tensors, slices, optimizer, settings)
-    for rows_held, tensor in slices.items():
-        if current is not None and current.slices.get(rows_held) is tensor:
+    for held, tensor in slices.items():
+        if current is not None and kept.get(held) is tensor:
             shard.optimizer.state[tensor] = current.optimizer.state[tensor]
         elif allot is not None:
-            shard.reserve(rows_held, allot)
+            shard.reserve(held, allot)
     return shard
 
 
