@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,9 +31,9 @@ class ReshardCoordinator:
     1. `poll_proposal`: every rank builds the proposed generation in the background.
     2. The all-reduce that ends a step counts the ranks that are ready (`ready_generation`,
        `all_ready`). When all are, all know it in the same step and `start_reshard`.
-    3. During the next step the state is copied (`is_transferring`).
-    4. `reshard`: when its gradients are summed they move to the new holders, all ranks vote, and
-       each commits. From the vote on the generation is in doubt: if a rank is lost, the survivors
+    3. During the next step the state is copied, then each gradient as soon as it is summed
+       (`is_transferring`).
+    4. `reshard`: when all gradients are with the new holders, all ranks vote, and each commits. From the vote on the generation is in doubt: if a rank is lost, the survivors
        agree on the committed one (`Recovery`).
 
     New quotas alone need neither transfer nor vote: they are committed after step 2.
@@ -231,7 +232,6 @@ class ReshardCoordinator:
             unused = generation.temporary_groups
             if previous is not None:
                 unused += previous.groups.all
-                previous.release()
             close_groups(unused)
             generation.links.clear()  # with them mapped memory of peers
         engine = None
@@ -246,6 +246,8 @@ class ReshardCoordinator:
             tuple(rank for rank in generation.proposal.staying if rank in alive)
         )
         self._transfer = None
+        if previous is not None and not generation.keeps_layout:
+            self._release(previous)
 
     def update(self, step: int, norm: float) -> None:
         """Make the update of `step`, once the checkpoint in flight allows the state to change."""
@@ -282,6 +284,13 @@ class ReshardCoordinator:
             state.completed,
             on_transfer=self._callbacks.on_transfer,
         )
+
+    def _release(self, engine: Engine) -> None:
+        """Free the state of an engine, on the CPU beside the update, since it takes as long."""
+        if self._context.setup.device.type == "cpu":
+            threading.Thread(target=engine.release, name="resihp-release", daemon=True).start()
+        else:
+            engine.release()
 
     def _commit_quotas(self, generation: Generation) -> None:
         change = LayoutChange(plan=generation.plan, step=self._state.completed, pause_ms=0.0)

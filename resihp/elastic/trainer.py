@@ -201,6 +201,7 @@ class Trainer:
             "compute_dtype": str(setup.compute_dtype),
             "bucket_bytes": setup.bucket_bytes,
             "max_in_flight": setup.max_in_flight,
+            "steal_ahead": setup.steal_ahead,
         }
 
     def _await_invitation(self) -> bool:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from math import inf
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,6 +27,7 @@ from resihp.elastic.rendezvous import host_table
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, connect
 from resihp.elastic.reshard.buffers import ReshardBudget
+from resihp.elastic.reshard.gradient_transfer import GradientTransfer
 from resihp.elastic.state.events import Callbacks
 from resihp.elastic.state.phases import Phase
 from resihp.elastic.step import Setup
@@ -86,13 +88,15 @@ class Fault:
 class TransferFault:
     """`rank` gets a signal at the transfer with this number, or `victim` does.
 
-    A victim that is killed has ended before the transfer continues.
+    A victim that is killed has ended before the transfer continues. `of_gradients`, the number is
+    that of a transfer of summed gradients, which begin during the last passes.
     """
 
     rank: int
     number: int
     signal: int = signal.SIGKILL
     victim: int | None = None
+    of_gradients: bool = False
 
 
 def small_setup() -> Setup:
@@ -260,9 +264,23 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
                 with suppress(ProcessLookupError):  # a second time
                     os.kill(int(victim.read_text()), fault.signal)
 
+    gradients_from: list[int] = []
+    last_number = -1
+
+    def move_gradients(
+        moving: GradientTransfer, cancelled: Any, run: Any = GradientTransfer.run
+    ) -> None:
+        gradients_from.append(last_number + 1)
+        run(moving, cancelled)
+
     def on_transfer(number: int) -> None:
-        fault = case.transfer_fault
-        if fault is not None and (fault.rank, fault.number) == (rank, number):
+        nonlocal last_number
+        fault, last_number = case.transfer_fault, number
+        if fault is None:
+            return
+        if fault.of_gradients:
+            number = number - gradients_from[0] if gradients_from else -1
+        if (fault.rank, fault.number) == (rank, number):
             victim = rank if fault.victim is None else fault.victim
             process = int((folder / f"pid-{victim}").read_text())
             os.kill(process, fault.signal)
@@ -325,7 +343,8 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: trainer.leave(time.monotonic() + case.window_s))
     begin = trainer.join if rank in case.joiners else trainer.run
-    begin(case.steps)
+    with mock.patch.object(GradientTransfer, "run", move_gradients):
+        begin(case.steps)
     save(trainer, folder / f"final-{rank}.pt")
     if case.exported:
         model, layout = trainer.setup.model, trainer.plan.layout

@@ -115,6 +115,25 @@ def test_a_gradient_that_something_else_scales_after_it_was_sent() -> None:
         finish(bucketed)
 
 
+def test_no_other_thread_takes_a_bucket_for_its_sum() -> None:
+    """One that looks between the copy of the gradients and their exchange."""
+    net, seen = model(), list[Any]()
+
+    class Watched(Doubling):
+        def start_all_reduce(self, flat: torch.Tensor) -> Any:
+            seen.extend(bucketed.sum_of(one) for one in bucketed._bucket_of)
+            return super().start_all_reduce(flat)
+
+    backward(net)
+    bucketed = summing(net, Watched(), 1 << 20)
+    bucketed.start()
+    assert seen == [None] * len(list(net.parameters()))
+    for one in bucketed._bucket_of:
+        summed = bucketed.sum_of(one)
+        assert summed is not None
+        torch.testing.assert_close(summed, 2 * one.read())
+
+
 def test_several_passes_are_waited_for() -> None:
     """The microbatches of a pipeline: its gradients are complete with the last of them."""
     net, group = model(), Doubling()

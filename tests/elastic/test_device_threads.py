@@ -20,13 +20,20 @@ from resihp.elastic.process_groups.staged import DeviceCopies, StagedGroup
 from resihp.elastic.reshard.build import Generation
 from resihp.elastic.reshard.device_memory import CudaIpc
 from resihp.elastic.reshard.transfer import StateTransfer
+from resihp.layout import Parameters
 from tests.elastic.engine_job import ALONE, plan
 from tests.elastic.late_copies import LateDriver
 
 PATIENCE_S = 30.0
 DEVICE = torch.device("cuda", 3)
 CONTEXT: Any = SimpleNamespace(
-    setup=SimpleNamespace(device=DEVICE, model=SimpleNamespace(parameters=None)),
+    setup=SimpleNamespace(
+        device=DEVICE,
+        model=SimpleNamespace(parameters=Parameters(())),
+        deterministic=True,
+        state_copies=None,
+        steal_ahead=None,
+    ),
     rendezvous=SimpleNamespace(recovery=0, rank=0),
     budget=SimpleNamespace(buffer_bytes=1),
 )
@@ -38,7 +45,7 @@ def prepare() -> None:
 
 
 def transfer() -> None:
-    generation: Any = SimpleNamespace(links={}, pending=None)
+    generation: Any = SimpleNamespace(links={}, pending=None, planned=())
     StateTransfer(CONTEXT, generation, None, plan(0, ALONE), 0, on_transfer=lambda _: None).start()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from resihp.contracts import ContractError
 from resihp.elastic.microbatches.ledger import spans
 from resihp.elastic.step.gradient_accumulation import DeterministicGradientSum, GradientSum
 from resihp.layout import Param
@@ -54,6 +55,42 @@ def test_a_pass_that_adds_nothing_leaves_the_sum_usable() -> None:
     sums.finish(0, 1.0)
     run_pass(sums, None, 1)
     assert sums.finished == spans([0])
+
+
+def test_a_sum_is_complete_when_the_last_pass_has_added_to_it() -> None:
+    held = tensors()
+    (first_name, first), (second_name, second) = held.items()
+    sums = GradientSum(held, MICROBATCHES)
+    sums.start([], {})
+    run_pass(sums, second, 0)
+    assert sums.complete_sum(second_name) is None
+    with sums.completing([first_name]):
+        assert sums.complete_sum(second_name) is second.grad
+        assert sums.complete_sum(first_name) is None
+        run_pass(sums, first, 0)
+        assert sums.complete_sum(first_name) is first.grad
+    assert sums.whole() == held_gradients(held)
+
+
+def held_gradients(held: dict[Param, nn.Parameter]) -> dict[Param, torch.Tensor | None]:
+    return {param: tensor.grad for param, tensor in held.items()}
+
+
+def test_a_sum_that_was_given_and_changes_fails_the_step() -> None:
+    """A model that adds to a parameter twice in one backward pass."""
+    held = tensors()
+    (name, first), _ = held.items()
+    sums = GradientSum(held, MICROBATCHES)
+    sums.start([], {})
+    with sums.completing(list(held)):
+        run_pass(sums, first, 0)
+        assert sums.complete_sum(name) is not None
+        run_pass(sums, first, 0)
+    with pytest.raises(ContractError, match="changed after"):
+        sums.whole()
+    sums.start([], {})
+    assert sums.complete_sum(name) is None, "the next step begins anew"
+    sums.whole()
 
 
 def test_the_next_step_begins_with_whole_sums() -> None:

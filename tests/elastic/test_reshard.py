@@ -136,6 +136,32 @@ def test_lost_while_the_next_world_is_filled(
     assert_goes_on_without(rank, run(case, tmp_path), alone, stopped)
 
 
+@pytest.mark.parametrize(
+    ("rank", "attach", "number"),
+    [
+        (5, True, 1),
+        (0, False, 2),
+        pytest.param(0, True, 0, marks=pytest.mark.soak),
+        pytest.param(5, False, 4, marks=pytest.mark.soak),
+        pytest.param(3, True, 5, marks=pytest.mark.soak),
+    ],
+)
+def test_killed_while_gradients_move(
+    rank: int, attach: bool, number: int, alone: Outcome, tmp_path: Path
+) -> None:
+    """Of a step that may not be at its end: what has moved of it is dropped.
+
+    If all survivors have its sums, they complete it in the recovery, which reports no loss.
+    """
+    plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
+    fault = TransferFault(rank, number, of_gradients=True)
+    case = Case(GRID, STEPS, plans, transfer_fault=fault, timeouts=BRISK)
+    case = replace(case, memory=replace(case.memory, attach=attach))
+    outcome = run(case, tmp_path)
+    losses = {1: alone.losses[1]} | outcome.losses
+    assert_goes_on_without(rank, replace(outcome, losses=losses), alone)
+
+
 def test_a_rank_is_killed_while_its_memory_is_read(alone: Outcome, tmp_path: Path) -> None:
     """It takes no part in the reading; who reads notices that its memory is gone."""
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)

@@ -28,7 +28,14 @@ def transfer_of(all_reduce_max: Callable[[torch.Tensor], torch.Tensor]) -> State
     """The part of a rank without a place, which learns the completed steps from the others."""
     transit = SimpleNamespace(device=torch.device("cpu"), rank=0, all_reduce_max=all_reduce_max)
     generation = SimpleNamespace(
-        pending=None, links={}, planned=(), transit=transit, source=0, lost=None, total=None
+        pending=None,
+        links={},
+        planned=(),
+        transit=transit,
+        source=0,
+        lost=None,
+        total=None,
+        cancelled=threading.Event(),
     )
     setup = Setup(MODELS["llama"], OPTIMIZER, batch)
     context = SimpleNamespace(
@@ -73,7 +80,7 @@ def test_state_is_on_the_device_before_it_counts_as_copied(monkeypatch: pytest.M
 
     def finish(device: torch.device) -> None:
         done.append(f"{threading.current_thread().name} finished")
-        assert not copying._is_copied
+        assert not copying._is_done
 
     monkeypatch.setattr(transfer, "finish_own_work", finish)
     copying = transfer_of(copy)

@@ -77,7 +77,7 @@ def is_placed_apart(parameter: torch.nn.Parameter) -> bool:
     )
 
 
-class _GradientVersions:
+class GradientVersions:
     """Detects gradients that change after they were copied.
 
     Gradients of FSDP2 are views of one buffer, and share its counter of writes: it is read whenever
@@ -101,13 +101,18 @@ class _GradientVersions:
         storage, writes = self._state(parameter)
         self._writes.setdefault(storage, writes)
 
-    @property
-    def have_changed(self) -> bool:
-        """True if a gradient was written after it had been copied."""
-        return self._is_late or any(
+    def check(self) -> None:
+        """Raises `ContractError` if a gradient was written after it had been copied."""
+        if self._is_late or any(
             id(parameter.grad) != gradient or not self._is_as_written(parameter)
             for parameter, gradient in self._copied.items()
-        )
+        ):
+            raise ContractError(
+                "overlap",
+                "gradients changed after their exchange had started (several backward passes in a "
+                "microbatch, a pipeline without scale_grads=False, or something else than backward "
+                "that writes them): pass overlap=False if that is meant",
+            )
 
     def _is_as_written(self, parameter: torch.nn.Parameter) -> bool:
         storage, writes = self._state(parameter)
@@ -143,9 +148,10 @@ class _Bucket:
 
     def start(self) -> None:
         """Copy the gradients and start their all-reduce."""
-        self.flat = torch.cat([one.read().reshape(-1) for one in self.slices])
+        flat = torch.cat([one.read().reshape(-1) for one in self.slices])
         if len(self.group) > 1:
-            self.work = self.group.start_all_reduce(self.flat)
+            self.work = self.group.start_all_reduce(flat)
+        self.flat = flat  # last, for `is_summed` in other threads
 
     def reduce(self) -> None:
         """Free what is no longer needed once `is_summed`."""
@@ -166,9 +172,9 @@ class _Bucket:
     @property
     def is_summed(self) -> bool:
         """True if `flat` is the sum over the group, without waiting for it."""
-        if self.work is None:
-            return self.flat is not None
-        return self.group.has_succeeded(self.work)
+        if self.flat is None:
+            return False
+        return self.work is None or self.group.has_succeeded(self.work)
 
 
 @dataclass
@@ -245,6 +251,11 @@ class _ScatteredBucket(_Bucket):
             for one, part in zip(slices, parts, strict=True):
                 yield one, part.view(one.read().shape)
 
+    @property
+    def is_summed(self) -> bool:
+        """True if the gradients to be summed here have come, without waiting for them."""
+        return super().is_summed if self.work is None else self.group.has_succeeded(self.work)
+
     def _start_exchange(self, sent: Sequence[Sequence[torch.Tensor]], into: list[int]) -> None:
         """Start to send each rank some tensors, and to receive so many elements from each."""
         flats = [part.reshape(-1) for parts in sent for part in parts]
@@ -276,10 +287,12 @@ class BucketedAllReduce:
             for group, some in slices
         ]
         self._started: list[_Bucket] = []
-        self._versions = _GradientVersions()
+        self._versions = GradientVersions()
         for flat in summed:
             self._started.append(self._queues[0].popleft())
             self._started[-1].flat = flat
+        every = (*self._started, *(bucket for queue in self._queues for bucket in queue))
+        self._bucket_of = {one: bucket for bucket in every for one in bucket.slices}
 
     @contextmanager
     def overlapped(
@@ -292,7 +305,7 @@ class BucketedAllReduce:
         parameters  those that the passes add to; None: all
         passes      number of times that they add to a parameter
         """
-        adds_to = {one.parameter for one in self._slices()}
+        adds_to = {one.parameter for one in self._bucket_of}
         if parameters is not None:
             adds_to &= set(parameters)
         for bucket in (bucket for queue in self._queues for bucket in queue):
@@ -317,13 +330,7 @@ class BucketedAllReduce:
         Raises `PeerLostError`, and `ContractError` for a gradient that changed after its exchange
         had started.
         """
-        if self._versions.have_changed:
-            raise ContractError(
-                "overlap",
-                "gradients changed after their exchange had started (several backward passes in a "
-                "microbatch, a pipeline without scale_grads=False, or something else than backward "
-                "that writes them): pass overlap=False if that is meant",
-            )
+        self._versions.check()
         self.start()
         for bucket in self._started:
             bucket.wait()
@@ -338,9 +345,13 @@ class BucketedAllReduce:
         done = takewhile(lambda bucket: bucket.is_summed, self._started)
         return [bucket.flat for bucket in done if bucket.flat is not None]
 
-    def _slices(self) -> Iterator[GradientSlice]:
-        for bucket in (*self._started, *(bucket for queue in self._queues for bucket in queue)):
-            yield from bucket.slices
+    def sum_of(self, one: GradientSlice) -> torch.Tensor | None:
+        """Return the sum of a slice if all of its group get it and it is there by now.
+
+        From any thread.
+        """
+        bucket = self._bucket_of[one]
+        return dict(bucket.sums())[one] if bucket.is_summed and not bucket.is_sent_on else None
 
     def _completed(self, parameter: torch.nn.Parameter) -> None:
         if is_placed_apart(parameter):

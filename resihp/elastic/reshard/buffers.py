@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -321,3 +321,13 @@ def unshared(shard: Shard, old: Shard | None) -> Mapping[StateRange, torch.Tenso
     """The slices of a new shard that are not those of the old one."""
     kept = old.slices if old is not None else {}
     return {held: tensor for held, tensor in shard.slices.items() if kept.get(held) is not tensor}
+
+
+def held_apart(old: Shard | None, new: PendingShard | None) -> Iterator[tuple[Param, Range, Range]]:
+    """Parameters of both in slices that are not shared, with the rows in each of them."""
+    if old is not None and new is not None:
+        before = old.state_ranges
+        for param, due in unshared(new.shard, old):
+            for held in before.get(param, ()):
+                if max(held[0], due[0]) < min(held[1], due[1]):
+                    yield param, held, due

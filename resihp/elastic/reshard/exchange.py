@@ -94,7 +94,7 @@ class TensorExchange:
     one global order and a rank has at most `WINDOW` of them in progress: this excludes a deadlock
     and bounds the buffers to `buffer_bytes`.
 
-    on_transfer  called with a running number for each bucket started and each slice read
+    on_transfer  called with a running number for each bucket started and each slice read, from 0
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class TensorExchange:
         buffer_bytes: int,
         on_transfer: Callable[[int], None],
     ) -> None:
-        self._links, self._rank, self._on_transfer = links, rank, on_transfer
+        self.rank, self._links, self._on_transfer = rank, links, on_transfer
+        self._numbers = count()
         self._max_numel = max(1, buffer_bytes // WINDOW // STATE_DTYPE.itemsize)
         self._buffers: list[torch.Tensor] = []
 
@@ -132,18 +133,18 @@ class TensorExchange:
         in_place: list[Move] = []
         through_buffers: list[Move] = []
         for move in planned:
-            if self._rank in (move.source, move.target):
+            if self.rank in (move.source, move.target):
                 (in_place if self._transport(move).is_zero_copy else through_buffers).append(move)
         buckets = transfer_buckets(through_buffers, copies, self._max_numel)
         reads = list(self._start_in_place(in_place, copies, source, target))
-        numbers, received = count(), 0
-        local = chain((0 for _ in meanwhile), self._finish(reads, numbers))
+        received = 0
+        local = chain((0 for _ in meanwhile), self._finish(reads))
         in_progress: deque[Transfer] = deque()
         for bucket, buffer in zip(buckets, cycle(self._allocate(buckets)), strict=False):
             if len(in_progress) == WINDOW:
                 received += sum(in_progress.popleft())
-            self._on_transfer(next(numbers))
-            is_source = bucket.source == self._rank
+            self._on_transfer(next(self._numbers))
+            is_source = bucket.source == self.rank
             start, view = (self._send, source) if is_source else (self._recv, target)
             in_progress.append(start(bucket, buffer, view))
             received += next(local, 0)
@@ -162,15 +163,15 @@ class TensorExchange:
             some = [move for move in moves if (move.source, move.target) == ends]
             transport = self._transport(some[0])
             pieces = [Piece(move, copy) for move in some for copy in range(copies)]
-            if transport.source == self._rank:
+            if transport.source == self.rank:
                 yield transport.send([source(piece) for piece in pieces])
             else:
                 yield transport.recv([target(piece) for piece in pieces])
 
-    def _finish(self, transfers: Iterable[Transfer], numbers: Iterator[int]) -> Transfer:
+    def _finish(self, transfers: Iterable[Transfer]) -> Transfer:
         for transfer in transfers:
             for received_bytes in transfer:
-                self._on_transfer(next(numbers))
+                self._on_transfer(next(self._numbers))
                 yield received_bytes
 
     def _allocate(self, buckets: Sequence[TransferBucket]) -> list[torch.Tensor]:

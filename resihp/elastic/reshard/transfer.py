@@ -5,24 +5,23 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from resihp._devices import finish_own_work, use_device
 from resihp._process_limits import lower_priority
 from resihp.contracts import CheckpointError, PeerLostError, Plan, StateLostError
-from resihp.layout import Param, Range
 
 from ..checkpointing.protocol import StateManager
 from ..process_groups.abortable import AbortableProcessGroup
 from ..step import Cursor, Engine, Setup
-from ..step.gradient_allreduce import SummedGradients
 from ..step.shard import Shard, copy_shared_rows, scalar_table
-from .buffers import HeldState, held_twice, unshared
+from .buffers import HeldState, held_apart, held_twice
 from .build import Generation, ReshardContext
-from .exchange import GradientParts, TensorExchange, view_of
+from .exchange import TensorExchange, view_of
 from .gradient_migration import GradientMigration
+from .gradient_transfer import GradientTransfer
 
 _NICENESS = 5
 
@@ -44,7 +43,7 @@ class StateTransfer:
     before          its plan
     completed       steps completed in it; ranks without a place learn it in the transfer
     received_bytes  of parameters and moments
-    gradient_bytes  received in the pause
+    gradient_bytes  of summed gradients
     copied_s        duration of the copy of parameters and moments
     """
 
@@ -59,7 +58,7 @@ class StateTransfer:
         on_transfer: Callable[[int], None],
     ) -> None:
         self.completed = completed
-        self.received_bytes = self.gradient_bytes = 0
+        self.received_bytes = 0
         self.copied_s = 0.0
         self._context, self._setup = context, context.setup
         self._generation, self._engine, self._before = generation, engine, before
@@ -71,9 +70,21 @@ class StateTransfer:
             buffer_bytes=context.budget.buffer_bytes,
             on_transfer=on_transfer,
         )
+        self._gradients = GradientTransfer(
+            generation.planned,
+            context.setup.model.parameters,
+            self._exchange,
+            engine,
+            generation.pending,
+            early=self._is_early,
+        )
         self._error: Exception | None = None
-        self._is_copied = False
+        self._is_done = False
         self._thread: threading.Thread | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self._gradients.received_bytes
 
     @property
     def extra_bytes(self) -> int:
@@ -91,7 +102,7 @@ class StateTransfer:
         return self._new.allocator.spilled_bytes if self._new is not None else 0
 
     def start(self) -> None:
-        """Copy parameters and moments in the background."""
+        """Copy parameters and moments in the background, then gradients as they become whole."""
         # Created here: a thread that is never started would keep the state alive in a cycle.
         self._thread = threading.Thread(target=self._run, name="resihp-transfer", daemon=True)
         self._thread.start()
@@ -103,14 +114,16 @@ class StateTransfer:
             self._thread.join()
 
     def finish(self) -> None:
-        """Complete the state, then move gradients: summed ones, or what survives of a failure.
+        """Complete the state, and move gradients: summed ones, or what survives of a failure.
 
         Raises `PeerLostError` if a peer is lost.
         """
-        self._await_copy()
+        self._gradients.is_summed.set()
+        self._await_thread()
         if self._generation.lost is None:
-            total = self._engine.total if self._engine is not None else None
-            self._generation.total = self._move_total(total)
+            if self._thread is None or not self._is_early:
+                self._gradients.run(self._generation.cancelled)
+            self._generation.total = self._gradients.total()
         else:
             assert self._generation.transit is not None
             migration = GradientMigration(
@@ -138,16 +151,28 @@ class StateTransfer:
         except CheckpointError as error:
             raise StateLostError(f"{missing}; {error}") from error
 
-    def _await_copy(self) -> None:
-        """Wait for parameters and moments; raise what has kept this rank from copying them."""
+    @property
+    def _is_early(self) -> bool:
+        """Return whether gradients move before all of them are whole: alike on all ranks.
+
+        They are not known before the end of a step where sums are ordered or scattered, and may
+        change until then where replicas claim microbatches. A device moves them in no time.
+        """
+        setup, dp = self._setup, self._before.layout.dp
+        is_ordered = setup.deterministic or setup.state_copies is not None
+        is_claimed = setup.steal_ahead is not None and dp > 1
+        return setup.device.type == "cpu" and not is_ordered and not is_claimed
+
+    def _await_thread(self) -> None:
+        """Wait for what was started, or copy now; raise what has kept this rank from it."""
         if self._thread is None:
             self._copy_state()
             return
         self._thread.join()
         if self._error is not None:
             raise self._error
-        if not self._is_copied:
-            raise RuntimeError("the transfer of parameters and moments has ended before its time")
+        if not self._is_done:
+            raise RuntimeError("the transfer of state has ended before its time")
 
     def _run(self) -> None:
         try:
@@ -155,7 +180,9 @@ class StateTransfer:
             lower_priority(_NICENESS)
             self._copy_state()
             finish_own_work(self._setup.device)  # training's stream may be another one
-            self._is_copied = True
+            if self._is_early:
+                self._gradients.run(self._generation.cancelled)
+            self._is_done = True
         except PeerLostError as error:
             self._error = PeerLostError(str(error))  # the traceback would keep the state
         except Exception as error:  # noqa: BLE001 - raised by `finish`
@@ -173,7 +200,7 @@ class StateTransfer:
             new=new.shard if new is not None else None,
             source=self._generation.source,
         )
-        for param, held, due in self._held_apart():
+        for param, held, due in held_apart(old, new):
             assert old is not None
             assert new is not None
             both = old.state((param, held)), new.state((param, due))
@@ -186,38 +213,6 @@ class StateTransfer:
             self._generation.planned, copies, view_of(old), view_of(new)
         )
         self.copied_s = time.perf_counter() - start
-
-    def _move_total(self, total: SummedGradients | None) -> SummedGradients | None:
-        """Give the new holders the summed gradients `total`; the old generation keeps its own.
-
-        Returns the summed gradients of the new shard.
-        """
-        new = self._new
-        gradients = new.gradients if new is not None else {}
-
-        def local() -> Iterator[None]:
-            for param, held, due in self._held_apart():
-                assert total is not None
-                copy_shared_rows(param, total[param, held], held, gradients[param, due], due)
-                yield
-
-        source, target = GradientParts([total or {}]), GradientParts([gradients])
-        self.gradient_bytes = self._exchange.run(
-            self._generation.planned, 1, view_of(source), view_of(target), meanwhile=local()
-        )
-        if new is None:
-            return None
-        whole = {**(total or {}), **gradients}
-        return {held: whole[held] for held in new.shard.slices}
-
-    def _held_apart(self) -> Iterator[tuple[Param, Range, Range]]:
-        """Parameters of both layouts in slices that are not shared, with both ranges."""
-        old, new = self._old, self._new
-        if old is not None and new is not None:
-            before = old.state_ranges
-            for param, due in unshared(new.shard, old):
-                for held in before.get(param, ()):
-                    yield param, held, due
 
 
 def distribute_replicated_state(

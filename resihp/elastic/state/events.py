@@ -21,7 +21,7 @@ class LayoutChange:
     prepare_ms      build of the new generation in the background
     copy_ms         copy of parameters and optimizer state, beside a step where there was no failure
     received_bytes  of parameters and optimizer state
-    gradient_bytes  received in the pause
+    gradient_bytes  of summed gradients received, from the last passes of the step on
     extra_bytes     buffers, and state held in memory for both generations until the commit; at most
                     the limit, except after a failure without a folder to spill to
     spilled_bytes   state held in files instead

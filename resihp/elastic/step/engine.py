@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from resihp.contracts import ContractError, Op, Plan, Schedule
+from resihp.layout import StateRange
 from resihp.pipeline.orders import Part, Pass
 
 from ..microbatches.assignment import full_assignments
@@ -77,6 +80,7 @@ class Engine:
     transferred from the previous generation. `rest` is the remainder of a step that the previous
     generation began; None: the next step is a whole one.
 
+    is_ending       set while the last pass of this rank in a step runs, and behind it
     is_accumulated  all passes of this rank in the current step are done
     is_gathered     no update of other ranks is missing in the parameters
     can_claim       all ranks could reach the store in the last step, so that replicas may claim
@@ -111,6 +115,7 @@ class Engine:
         if groups.state is not None:
             self._gather = ParameterAllGather(shard, groups, setup.bucket_bytes)
         self.is_gathered = self._gather is None
+        self.is_ending = threading.Event()
         self.can_claim = True
         self._overlapped: GradientAllReduce | None = None
         self._losses: dict[int, float] = {}
@@ -135,6 +140,16 @@ class Engine:
             return self._losses
         is_mine = self.groups.place.dp == kept.replica and self.groups.after is None
         return self._sums.losses if is_mine else {}
+
+    def sum_of(self, held: StateRange) -> torch.Tensor | None:
+        """Return the whole gradient of some rows in this step if it is there by now.
+
+        From any thread, on the CPU, in steps in which no replica claims microbatches. It stays as
+        it is until `update`.
+        """
+        if self.total is not None:
+            return self.total[held]
+        return self._overlapped.sum_of(held) if self._overlapped is not None else None
 
     def accumulate(
         self,
@@ -162,6 +177,9 @@ class Engine:
                 mine.check(is_broken)
         self._passes.drain()
         self.is_accumulated = not mine.is_stopped
+        if self.is_accumulated:
+            self._sums.complete()
+            self.is_ending.set()
 
     def reduce(
         self, step: int, ready_generation: int, *, is_due: bool = False, can_claim: bool = False
@@ -223,14 +241,20 @@ class Engine:
             self.is_gathered = True
 
     def release(self) -> None:
-        """Free the state but not the groups; tensors shared with another shard stay there."""
-        for module in self.shard.parts.values():
+        """Free the state but not the groups; tensors shared with another shard stay there.
+
+        One tensor after the other: the system takes its pages back under the interpreter's lock.
+        """
+        shard, self._overlapped = self.shard, None
+        for module in shard.parts.values():
             for owner in module.modules():
                 owner._parameters.clear()
-        self.shard.tensors.clear()
-        self.shard.slices.clear()
-        self.shard.optimizer.state.clear()
-        self.shard.optimizer.param_groups.clear()
+        shard.slices.clear()
+        shard.optimizer.param_groups.clear()
+        for held in (self.total or {}, shard.optimizer.state, shard.tensors):
+            while held:
+                held.popitem()
+                time.sleep(0)  # others may run
 
     # Passes.
 
@@ -268,6 +292,8 @@ class Engine:
         """Enclose a pass, which may add to the gradients."""
         # A split pass may come back to a parameter, so nothing of it is sent before its end.
         overlapped = self._overlapped if is_last and item.part is Part.WHOLE else None
+        if overlapped is not None:
+            self.is_ending.set()
         with (
             self._sums.adding(microbatch) if item.op is Op.BACKWARD else nullcontext(),
             overlapped.during_last_pass(self._passes.params(item))
@@ -344,6 +370,7 @@ class Engine:
         self._sums.start(rest.parts, {index: rest.losses[index] for index in begun})
         self.total, self._losses = None, {}
         self.is_accumulated = False
+        self.is_ending.clear()
         self._overlapped = self._new_all_reduce()
 
     def _load(self, step: int, microbatches: Sequence[int]) -> list[Packed]:

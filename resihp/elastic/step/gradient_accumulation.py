@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from resihp.layout import Param
 from ..microbatches.assignment import Assignment
 from ..microbatches.ledger import Spans, spans
 from ..microbatches.tree_sum import Node, put
+from ..process_groups.bucketed_allreduce import GradientVersions
 
 Gradients = dict[Param, torch.Tensor]
 """By parameter, each with the range that the rank holds."""
@@ -39,13 +40,16 @@ class StepRemainder:
 class GradientSum:
     """Sum in `.grad`, in the order in which backward passes end.
 
-    `parts` is what moves when the layout changes within a step; `start` accepts it.
+    `parts` is what moves when the layout changes within a step; `start` accepts it. `complete_sum`
+    gives single ones before the step ends.
     """
 
     def __init__(self, tensors: Mapping[Param, nn.Parameter], microbatches: int) -> None:
         self.losses: dict[int, float] = {}
         self._tensors, self._microbatches = tensors, microbatches
         self._partial: set[int] = set()
+        self._complete = frozenset[Param]()
+        self._versions = GradientVersions()
 
     @property
     def finished(self) -> Spans:
@@ -55,6 +59,7 @@ class GradientSum:
     def start(self, parts: Parts, losses: Mapping[int, float]) -> None:
         """Begin a step, or its remainder, with `parts` of it. Their memory is reused."""
         self.losses, self._partial = dict(losses), set()
+        self._complete, self._versions = frozenset(), GradientVersions()
         for tensor in self._tensors.values():
             tensor.grad = None
         self._take(parts)
@@ -68,6 +73,38 @@ class GradientSum:
         if is_new and self._writes() == before:
             self._partial.remove(microbatch)  # first half of a pass, which leaves the weights alone
 
+    @contextmanager
+    def completing(self, params: Collection[Param]) -> Iterator[None]:
+        """Enclose the last pass of the step. It adds to `params`; all other sums are complete."""
+        param_of = {self._tensors[param]: param for param in params}
+
+        def added(tensor: nn.Parameter) -> None:
+            self._versions.added(tensor)
+            self._complete |= {param_of[tensor]}
+
+        self._complete = frozenset(self._tensors.keys() - params)
+        hooks = [tensor.register_post_accumulate_grad_hook(added) for tensor in param_of]
+        try:
+            yield
+        finally:
+            for hook in hooks:  # the next generation may share the parameters
+                hook.remove()
+
+    def complete(self) -> None:
+        """Take note that nothing more is added in this step."""
+        self._complete = frozenset(self._tensors)
+
+    def complete_sum(self, param: Param) -> torch.Tensor | None:
+        """Return the sum of a parameter if it is complete by now; from any thread.
+
+        `whole` raises `ContractError` if it changes after that.
+        """
+        tensor = self._tensors[param]
+        if param not in self._complete or tensor.grad is None:
+            return None
+        self._versions.copied(tensor)
+        return tensor.grad
+
     def finish(self, microbatch: int, loss: float) -> None:
         """Count `microbatch`, whose passes are done; `loss` is this rank's part of the mean."""
         assert microbatch not in self.losses, f"microbatch {microbatch} is summed twice"
@@ -80,6 +117,7 @@ class GradientSum:
 
     def whole(self) -> Gradients:
         """Return the single sum; zeros where nothing was added."""
+        self._versions.check()
         gradients: Gradients = {}
         for param, tensor in self._tensors.items():
             if tensor.grad is None:

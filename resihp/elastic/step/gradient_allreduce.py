@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 
 import torch
@@ -42,16 +42,24 @@ class GradientAllReduce:
     ) -> None:
         self._shard, self._groups, self._sums = shard, groups, sums
         self._pieces: dict[GradientSlice, Piece] = {}
+        self._summed: dict[Param, list[GradientSlice]] = {}
+        self._given = SummedGradients()
         self._buckets = BucketedAllReduce(
             [(group, self._slices(reduction)) for reduction, group in groups.sums], bucket_bytes
         )
 
-    def during_last_pass(self, params: Collection[Param]) -> AbstractContextManager[None]:
+    @contextmanager
+    def during_last_pass(self, params: Collection[Param]) -> Iterator[None]:
         """Overlap the exchange with the enclosed pass, the last of the step.
 
         It adds to `params`; all other gradients are complete.
         """
-        return self._buckets.overlapped([self._shard.tensors[param] for param in params])
+        is_alone = self._groups.layout.dp == 1
+        with (
+            self._buckets.overlapped([self._shard.tensors[param] for param in params]),
+            self._sums.completing(params) if is_alone else nullcontext(),
+        ):
+            yield
 
     def start(self) -> None:
         """Start what has not been started, without waiting."""
@@ -62,10 +70,32 @@ class GradientAllReduce:
         for _ in self._buckets.finish():
             pass
 
+    def sum_of(self, held: StateRange) -> torch.Tensor | None:
+        """Return the whole gradient of some rows if it is there by now, to be kept by this object.
+
+        One thread may call it, any one.
+        """
+        param, _ = held
+        if held in self._given:
+            return self._given[held]
+        if param not in self._summed:
+            return self._sums.complete_sum(param) if self._groups.layout.dp == 1 else None
+        if self._is_shared(param):
+            return None
+        total = Gradients()
+        for one in self._summed[param]:
+            summed = self._buckets.sum_of(one)
+            if summed is None:
+                return None
+            self._unpack([self._pieces[one]], summed.reshape(-1), total)
+        return self._given.setdefault(held, rows_of(total, self._shard, held))
+
     def finish(self) -> SummedGradients:
         """Return the whole gradients. Raises `PeerLostError`; the local sums stay as they were."""
         whole = self._whole()
-        return {held: rows_of(whole, self._shard, held) for held in self._shard.slices}
+        return {
+            held: rows_of(whole, self._shard, held) for held in self._shard.slices
+        } | self._given
 
     def _whole(self) -> Gradients:
         """Return the whole gradients of all parameters held."""
@@ -91,6 +121,7 @@ class GradientAllReduce:
             tensor, dim = self._shard.tensors[param], param.dim or 0
             slices.append(GradientSlice(tensor, dim, start - origin, stop - start))
             self._pieces[slices[-1]] = (param, (start, stop))
+            self._summed.setdefault(param, []).append(slices[-1])
         return slices
 
     def _unpack(self, pieces: Sequence[Piece], flat: torch.Tensor, total: Gradients) -> None:
@@ -109,11 +140,16 @@ class GradientAllReduce:
                 total[param] = torch.empty_like(shard.tensors[param])
             rows(total[param], param, span, origin=shard.ranges[param][0]).copy_(part)
 
+    def _is_shared(self, param: Param) -> bool:
+        """Return whether the sum over replicas comes from the first rank of the stage."""
+        groups = self._groups
+        return param.dim is None and groups.layout.dp > 1 and len(groups.tp) > 1
+
     def _share_unsplit(self, total: Gradients) -> None:
         """Broadcast the sums of unsplit parameters from the first rank: equal to the bit."""
         groups = self._groups
-        unsplit = {param: t for param, t in self._shard.tensors.items() if param.dim is None}
-        if len(groups.tp) == 1 or not unsplit:
+        unsplit = {param: t for param, t in self._shard.tensors.items() if self._is_shared(param)}
+        if not unsplit:
             return
         held = [total.get(param, torch.zeros_like(tensor)) for param, tensor in unsplit.items()]
         flat = torch.cat([tensor.reshape(-1) for tensor in held])
@@ -139,6 +175,7 @@ class DeterministicAllReduce(GradientAllReduce):
     ) -> None:
         self._shard, self._groups, self._sums, self._leaves = shard, groups, sums, microbatches
         self._nodes = [nodes(indices(some), microbatches) for some in finished]
+        self._given = SummedGradients()
 
     def _exchange(self) -> Iterator[tuple[Sequence[Piece], torch.Tensor]]:
         for reduction, group in self._groups.sums:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from resihp.layout import GradientReduction, StateBlock, containing
+from resihp.layout import GradientReduction, StateBlock, StateRange, containing
 
 from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice
@@ -42,6 +42,10 @@ class GradientReduceScatter(GradientAllReduce):
             bucket_bytes,
             holders=lambda one: self._blocks[one].ranks,
         )
+
+    def sum_of(self, held: StateRange) -> torch.Tensor | None:
+        """Return None: sums are sent on at the end of the step."""
+        return None
 
     def finish(self) -> SummedGradients:
         """Return the whole gradients of the rows held. Raises `PeerLostError`.
