@@ -147,6 +147,7 @@ def test_each_part_moves_while_those_before_it_are_computed() -> None:
         exchange = exchange_of(factory, planned, "step")
         moving = GradientTransfer(planned, PARAMETERS, exchange, engine, pending, early=True)
         moving.run(threading.Event())
+        factory.group("end", (0, 1)).all_reduce(torch.zeros(1))  # as a vote would
         return moving.total()
 
     def script() -> None:
