@@ -185,7 +185,7 @@ def run_rank(
     begun = paused_ms = 0.0
     watch = MemoryWatch()
 
-    def copy_state(transfer: StateTransfer, copy: Any = StateTransfer._copy_state) -> None:
+    def copy_state(transfer: StateTransfer, copy: Any = StateTransfer._copy_segment) -> None:
         start = time.thread_time()
         copy(transfer)
         copy_ms.append((time.thread_time() - start) * 1e3)
@@ -221,7 +221,7 @@ def run_rank(
         memory=replace(LIMIT, attach=attach),
     )
     watch.start()
-    with mock.patch.object(StateTransfer, "_copy_state", copy_state):
+    with mock.patch.object(StateTransfer, "_copy_segment", copy_state):
         trainer.run(SWITCHES_BEFORE * changes + STEPS_AFTER)
     told = {
         "steps": steps,

@@ -17,6 +17,7 @@ from .process_groups.abortable import close_groups
 from .process_groups.communicators import at_once
 from .rendezvous.proposals import Proposal, ProposalBoard
 from .reshard.build import Generation, ReshardContext
+from .reshard.spreading import CopyPace
 from .reshard.transfer import StateTransfer
 from .state.events import Callbacks, LayoutChange
 from .state.phases import Phase
@@ -31,10 +32,11 @@ class ReshardCoordinator:
     1. `poll_proposal`: every rank builds the proposed generation in the background.
     2. The all-reduce that ends a step counts the ranks that are ready (`ready_generation`,
        `all_ready`). When all are, all know it in the same step and `start_reshard`.
-    3. During the next step the state is copied, then each gradient as soon as it is summed
-       (`is_transferring`).
-    4. `reshard`: when all gradients are with the new holders, all ranks vote, and each commits. From the vote on the generation is in doubt: if a rank is lost, the survivors
-       agree on the committed one (`Recovery`).
+    3. During the next step, or several if one is shorter than the copy, the state is copied, then
+       each gradient as soon as it is summed (`is_transferring`).
+    4. `reshard`: when all gradients are with the new holders, all ranks vote, and each commits.
+       From the vote on the generation is in doubt: if a rank is lost, the survivors agree on the
+       committed one (`Recovery`).
 
     New quotas alone need neither transfer nor vote: they are committed after step 2.
     """
@@ -146,8 +148,11 @@ class ReshardCoordinator:
             self._state.vote(None)
         return agreed
 
-    def start_reshard(self) -> None:
-        """After an update at which `all_ready`: commit new quotas, or start to transfer state."""
+    def start_reshard(self, pace: CopyPace) -> None:
+        """After an update at which `all_ready`: commit new quotas, or start to transfer state.
+
+        pace  of this rank, for the copy
+        """
         prepared = self._state.prepared
         assert prepared is not None
         if self._context.rendezvous.rank == min(self._state.plan.layout.ranks):
@@ -156,7 +161,19 @@ class ReshardCoordinator:
             self._commit_quotas(prepared)
         else:
             self._transfer = self._new_transfer(prepared)
-            self._transfer.start()
+            self._transfer.start(self._state.completed, pace)
+
+    def ends_transfer(self) -> bool:
+        """Wait for what is copied beside this step; True if it is all, and `reshard` comes next.
+
+        Raises `PeerLostError` if a peer is lost.
+        """
+        return self._transfer is not None and self._transfer.end_step()
+
+    def continue_transfer(self) -> None:
+        """After an update: copy on beside the next step, if there is more."""
+        if self._transfer is not None:
+            self._transfer.start(self._state.completed)
 
     def poll_idle(self) -> bool:
         """On an idle rank: follow the others; returns whether it is to `reshard` now."""
@@ -211,6 +228,7 @@ class ReshardCoordinator:
             pause_ms=0.0,
             prepare_ms=generation.took_s * 1e3,
             copy_ms=transfer.copied_s * 1e3,
+            copy_steps=transfer.steps,
             received_bytes=transfer.received_bytes,
             gradient_bytes=transfer.gradient_bytes,
             extra_bytes=transfer.extra_bytes,

@@ -33,6 +33,7 @@ from .rendezvous.joiners import Joiners
 from .rendezvous.membership import Rendezvous
 from .reshard.buffers import ReshardBudget
 from .reshard.build import ReshardContext
+from .reshard.spreading import CopyPace
 from .reshard.warmup import warm_up
 from .state.departure import Departure, HandOverCost, HandOverMeter
 from .state.events import Callbacks, LayoutChange
@@ -296,11 +297,12 @@ class Trainer:
         self._end_if_preempted()
         step, start, plan = self.completed, time.perf_counter(), self.plan
         reduced = self._sum_gradients(self.engine, step)
-        is_resharding = coordinator.is_transferring
+        is_resharding = coordinator.ends_transfer()
         if is_resharding:
             coordinator.reshard(norm=reduced.norm)
         state.enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
         coordinator.update(step, reduced.norm)
+        coordinator.continue_transfer()
         self._unreported = (reduced, plan, start)
         if reduced.is_due:
             # Ranks that have just received a place do not know that it is due.
@@ -311,7 +313,7 @@ class Trainer:
         self._meter.step(time.perf_counter() - start)
         self._report()
         if coordinator.all_ready(reduced) and self.completed < self._steps:
-            coordinator.start_reshard()
+            coordinator.start_reshard(self._pace())
 
     def _sum_gradients(self, engine: Engine, step: int) -> ReducedStep:
         """The passes of this rank's microbatches, and the sum over all replicas."""
@@ -375,6 +377,11 @@ class Trainer:
         tensors = self.engine.shard.tensors.values() if self.engine is not None else ()
         held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return self._meter.cost(held * self.setup.optimizer.copies)
+
+    def _pace(self) -> CopyPace:
+        """Pace of a copy that begins now: it ends before the last step, or this rank leaves."""
+        most = 1 if self._departure is not None else self._steps - 1 - self.completed
+        return CopyPace(step_s=self._meter.step_s, most_steps=most)
 
     def _is_due(self, step: int) -> bool:
         """Return whether this rank asks all others to save the state after `step`."""

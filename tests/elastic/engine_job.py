@@ -28,6 +28,7 @@ from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, connect
 from resihp.elastic.reshard.buffers import ReshardBudget
 from resihp.elastic.reshard.gradient_transfer import GradientTransfer
+from resihp.elastic.reshard.spreading import CopyPace
 from resihp.elastic.state.events import Callbacks
 from resihp.elastic.state.phases import Phase
 from resihp.elastic.step import Setup
@@ -120,6 +121,8 @@ class Case:
     window_s            time that such a warning leaves
     source              of plans, made from the job's folder, instead of `plans` and `welcome`
     memory              for a change of layout; next to none, so that all of it goes to files
+    copy_steps          the copy is spread over so many steps, where that is possible; None: as it
+                        needs
     step_s              each step lasts at least so long
     awaited             the last steps wait until the plan of this version stands ready
     counts              at each switch, what the rank then holds of the system
@@ -152,6 +155,7 @@ class Case:
     hosts: tuple[frozenset[int], ...] | None = None
     exported: bool = False
     memory: ReshardBudget = field(default=ReshardBudget(limit_bytes=16384))
+    copy_steps: int | None = None
     window_s: float = inf
     source: Callable[[Path], PlanSource] | None = None
     setup: Callable[[], Setup] = small_setup
@@ -273,6 +277,11 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
         gradients_from.append(last_number + 1)
         run(moving, cancelled)
 
+    def spread(pace: CopyPace, group: Any, agree: Any = CopyPace.agree) -> int:
+        if case.copy_steps is None:
+            return int(agree(pace, group))
+        return min(case.copy_steps, int(agree(replace(pace, copy_s=inf), group)))
+
     def on_transfer(number: int) -> None:
         nonlocal last_number
         fault, last_number = case.transfer_fault, number
@@ -301,6 +310,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             "extra": switch.extra_bytes,
             "spilled": switch.spilled_bytes,
             "rewound": switch.is_rewound,
+            "copy_steps": switch.copy_steps,
             **(held() if case.counts else {}),
         }
         events.write(json.dumps(event) + "\n")
@@ -343,7 +353,10 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: trainer.leave(time.monotonic() + case.window_s))
     begin = trainer.join if rank in case.joiners else trainer.run
-    with mock.patch.object(GradientTransfer, "run", move_gradients):
+    with (
+        mock.patch.object(GradientTransfer, "run", move_gradients),
+        mock.patch.object(CopyPace, "agree", spread),
+    ):
         begin(case.steps)
     save(trainer, folder / f"final-{rank}.pt")
     if case.exported:

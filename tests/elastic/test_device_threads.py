@@ -46,7 +46,7 @@ def prepare() -> None:
 
 def transfer() -> None:
     generation: Any = SimpleNamespace(links={}, pending=None, planned=())
-    StateTransfer(CONTEXT, generation, None, plan(0, ALONE), 0, on_transfer=lambda _: None).start()
+    StateTransfer(CONTEXT, generation, None, plan(0, ALONE), 0, on_transfer=lambda _: None).start(0)
 
 
 def stage() -> None:

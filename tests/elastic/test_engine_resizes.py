@@ -46,7 +46,12 @@ def setup() -> Setup:
     return Setup(Gpt2(shape, context=24, dropout=0.1), optimizer, data)
 
 
-def test_a_chain_of_layouts_and_schedules_is_one_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("copy_steps", "steps", "spread"), [(None, STEPS, [1, 1, 1]), (3, STEPS + 6, [3, 3, 3])]
+)
+def test_a_chain_of_layouts_and_schedules_is_one_training(
+    copy_steps: int | None, steps: int, spread: list[int], tmp_path: Path
+) -> None:
     """Ranks go idle and come back, so that they have to learn scalars and cursor anew."""
     plans = (
         replace(plan(1, UNEVEN, quotas=(5, 1), from_step=1), schedule=Schedule.ZERO_BUBBLE),
@@ -54,11 +59,13 @@ def test_a_chain_of_layouts_and_schedules_is_one_training(tmp_path: Path) -> Non
         replace(plan(3, GRID, from_step=5), schedule=Schedule.EAGER_1F1B),
     )
     ranks = tuple(range(8))
-    alone = train(setup(), plan(0, ALONE), STEPS)
-    outcome = run(Case(GRID, STEPS, plans, ranks=ranks, setup=setup), tmp_path)
+    alone = train(setup(), plan(0, ALONE), steps)
+    case = Case(GRID, steps, plans, ranks=ranks, setup=setup, copy_steps=copy_steps)
+    outcome = run(case, tmp_path)
     assert set(outcome.exit_codes.values()) == {0}, outcome.logs
-    assert {s["version"] for s in outcome.switches} == {1, 2, 3}, outcome.logs
-    for step in range(STEPS):
+    found = {(s["version"], s["copy_steps"]) for s in outcome.switches}
+    assert sorted(found) == list(enumerate(spread, 1)), outcome.logs
+    for step in range(steps):
         assert outcome.losses[step] == pytest.approx(alone.losses[step], abs=2e-5), step
     for generation in range(len(plans)):
         before = outcome.full_state(f"before{generation}")

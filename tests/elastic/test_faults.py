@@ -73,6 +73,31 @@ def test_killed_in_a_switch(phase: Phase, rank: int, alone: Outcome, tmp_path: P
     assert_survived(outcome, alone, {rank})
 
 
+@pytest.mark.parametrize(
+    ("phase", "rank", "completed"),
+    [
+        (Phase.UPDATING, 0, 1),
+        (Phase.ACCUMULATING, 5, 2),
+        (Phase.REDUCING, 3, 3),
+        *(
+            pytest.param(p, r, c, marks=pytest.mark.soak)
+            for p in (*IN_A_STEP, *IN_A_SWITCH)
+            for r in (0, 3, 6)
+            for c in (1, 2, 3)
+        ),
+    ],
+)
+def test_killed_while_a_copy_is_spread_over_steps(
+    phase: Phase, rank: int, completed: int, alone: Outcome, tmp_path: Path
+) -> None:
+    """Three of them, from the second one on: what has been copied and updated is dropped."""
+    plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
+    fault = Fault(rank, phase, completed)
+    outcome = run(Case(GRID, STEPS, plans, (fault,), copy_steps=3), tmp_path)
+    is_met = phase not in IN_A_SWITCH or completed == 3
+    assert_survived(outcome, alone, {rank} if is_met else set())
+
+
 def test_two_killed_at_once(alone: Outcome, tmp_path: Path) -> None:
     faults = (Fault(2, Phase.ACCUMULATING, 3), Fault(6, Phase.ACCUMULATING, 3))
     assert_survived(run(Case(GRID, STEPS, faults=faults), tmp_path), alone, {2, 6})

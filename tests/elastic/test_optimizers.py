@@ -109,6 +109,21 @@ def test_an_optimizer_that_fails_by_an_assertion_is_refused() -> None:
         Optimizer(Unfinished)
 
 
+def test_an_optimizer_that_writes_gradients_is_told() -> None:
+    """What it leaves behind is not what a copy of its parameters has to be updated with."""
+
+    class Scaling(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for tensor in group["params"]:
+                    tensor.grad.mul_(2.0)
+            return super().step(closure)
+
+    assert Optimizer(Scaling, lr=0.1).form.writes_gradients
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam):
+        assert not Optimizer(kind, lr=0.1, maximize=True).form.writes_gradients
+
+
 def test_a_kernel_whose_result_depends_on_the_cut_is_refused() -> None:
     everywhere = Optimizer(torch.optim.AdamW, fused=True)
     some = {"layers.1.wq": {"fused": True}}

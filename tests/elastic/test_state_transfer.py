@@ -36,6 +36,7 @@ def transfer_of(all_reduce_max: Callable[[torch.Tensor], torch.Tensor]) -> State
         lost=None,
         total=None,
         cancelled=threading.Event(),
+        link_s={},
     )
     setup = Setup(MODELS["llama"], OPTIMIZER, batch)
     context = SimpleNamespace(
@@ -65,7 +66,7 @@ def test_state_is_copied_where_priorities_cannot_be_set(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "setpriority", refuse)
     copying = transfer_of(told)
-    copying.start()
+    copying.start(0)
     copying.finish()
     assert copying.completed == COMPLETED
 
@@ -84,9 +85,9 @@ def test_state_is_on_the_device_before_it_counts_as_copied(monkeypatch: pytest.M
 
     monkeypatch.setattr(transfer, "finish_own_work", finish)
     copying = transfer_of(copy)
-    copying.start()
+    copying.start(0)
     copying.finish()
-    assert done == ["copied", "resihp-transfer finished"]
+    assert done == ["copied", "copied", "resihp-transfer finished"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -95,6 +96,6 @@ def test_a_copy_that_ended_before_its_time_fails_the_change() -> None:
         raise SystemExit
 
     copying = transfer_of(end_thread)
-    copying.start()
+    copying.start(0)
     with pytest.raises(RuntimeError, match="before its time"):
         copying.finish()

@@ -7,7 +7,7 @@ of the update, the optimizer is elementwise and any range can be on any rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,12 +28,15 @@ class OptimizerStateSpec:
     scalars  names of the numbers that are equal for all parameters of a group
     rest     entries other than moments (scalars and None), with values to be replaced
     eager    True if all state exists before the first update
+    writes_gradients
+             True if an update leaves other gradients behind
     """
 
     moments: tuple[str, ...]
     scalars: tuple[str, ...]
     rest: Mapping[str, object] = field(compare=False)
     eager: bool
+    writes_gradients: bool = False
 
     def fill(
         self,
@@ -67,12 +70,12 @@ def find_state_spec(name: str, make: Make) -> OptimizerStateSpec:
 
 
 def _tried(name: str, make: Make, shape: tuple[int, ...]) -> OptimizerStateSpec:
-    whole, optimizer, eager = _run(name, make, shape, cuts=None)
-    form = _form(name, optimizer.state[whole[0]], shape, eager)
+    whole, optimizer, eager, writes = _run(name, make, shape, cuts=None)
+    form = replace(_form(name, optimizer.state[whole[0]], shape, eager), writes_gradients=writes)
     if set(optimizer.state) - set(whole):
         raise _refusal(name, "it keeps state that belongs to no parameter")
     for dim in range(len(shape)):
-        pieces, cut, _ = _run(name, make, shape, cuts=(dim, 1))
+        pieces, cut, *_ = _run(name, make, shape, cuts=(dim, 1))
         joined = torch.cat([piece.detach() for piece in pieces], dim)
         kept = [torch.cat([cut.state[p][key] for p in pieces], dim) for key in form.moments]
         held = [optimizer.state[whole[0]][key] for key in form.moments]
@@ -84,8 +87,11 @@ def _tried(name: str, make: Make, shape: tuple[int, ...]) -> OptimizerStateSpec:
 
 def _run(
     name: str, make: Make, shape: tuple[int, ...], cuts: tuple[int, int] | None
-) -> tuple[Sequence[nn.Parameter], torch.optim.Optimizer, bool]:
-    """Run some updates of a tensor, whole or split at a row, with synthetic gradients."""
+) -> tuple[Sequence[nn.Parameter], torch.optim.Optimizer, bool, bool]:
+    """Run some updates of a tensor, whole or split at a row, with synthetic gradients.
+
+    Returns also whether all state exists before the first one, and whether one writes gradients.
+    """
 
     def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
         if cuts is None:
@@ -98,18 +104,20 @@ def _run(
     try:
         optimizer = make(params)
         options = [_numbers(group) for group in optimizer.param_groups]
-        eager = bool(optimizer.state.get(params[0]))
+        eager, writes = bool(optimizer.state.get(params[0])), False
         for step in range(_STEPS):
             grad = torch.linspace(-2.0, 3.0, numel).mul(step + 1.0).sin().view(shape)
             for param, part in zip(params, pieces(grad), strict=True):
                 param.grad = part
             optimizer.step()
+            left = [param.grad for param in params]
+            writes |= not all(map(_is_same, left, pieces(grad)))
     except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
         why = str(error).strip() or type(error).__name__
         raise _refusal(name, why.splitlines()[0]) from error
     if options != [_numbers(group) for group in optimizer.param_groups]:
         raise _refusal(name, "it keeps state in its parameter groups")
-    return params, optimizer, eager
+    return params, optimizer, eager, writes
 
 
 def _form(
@@ -130,6 +138,10 @@ def _form(
         raise _refusal(name, "it is not kept in float32")
     rest = {key: value for key, value in state.items() if key not in moments}
     return OptimizerStateSpec(tuple(sorted(moments)), tuple(sorted(scalars)), rest, eager)
+
+
+def _is_same(left: torch.Tensor | None, given: torch.Tensor) -> bool:
+    return left is not None and torch.equal(left, given)
 
 
 def _numbers(group: dict[str, object]) -> dict[str, object]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from resihp.contracts import ContractError, Layout
 from resihp.layout import (
@@ -315,6 +316,27 @@ class PendingShard:
     def state(self, held: StateRange) -> tuple[torch.Tensor, ...]:
         """Rows of a parameter and their moments."""
         return tuple(map(self.allocator.destination, self.shard.state(held)))
+
+    def update(self, parameters: Parameters, some: Collection[Param], step: int) -> None:
+        """Make the update of a step in what was received of `some` parameters.
+
+        The `gradients` are clipped. The optimizer's scalars count the update where they are
+        tensors, and not where they are numbers.
+        """
+        settings, state = self.shard.settings, self.shard.optimizer.state
+        received = {held: self.state(held) for held in self.gradients if held[0] in some}
+        tensors = {held: nn.Parameter(tensor) for held, (tensor, *_) in received.items()}
+        if not tensors:
+            return
+        optimizer = settings.build(
+            parameters, [(param, one) for (param, _), one in tensors.items()]
+        )
+        for held, tensor in tensors.items():
+            moments = dict(zip(settings.form.moments, received[held][1:], strict=True))
+            optimizer.state[tensor] = state[self.shard.slices[held]] | moments
+            tensor.grad = self.gradients[held]
+        settings.set_rate(optimizer, step)
+        optimizer.step()
 
 
 def unshared(shard: Shard, old: Shard | None) -> Mapping[StateRange, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from .buffers import (
 from .exchange import Pair, pairs_of
 from .gradient_migration import moves_of_sums
 from .shared_memory import PeerLink, probe_peer_memory
+from .spreading import time_links
 from .warmup import warm_up_stage
 
 _log = logging.getLogger("resihp.elastic")
@@ -84,6 +85,7 @@ class Generation:
                same: the old groups and shard then serve the new generation
     links      to the ranks with which this one exchanges state and gradient sums
     planned    moves of the state
+    link_s     seconds that a byte takes to this rank, by the rank from which it comes
     source     a rank that holds what is equal on all ranks of the old layout
     groups     None for a rank that has no place in the new layout
     pending    the new shard, with its memory in place
@@ -119,6 +121,7 @@ class Generation:
         self.transit: AbortableProcessGroup | None = None
         self.links: dict[Pair, PeerLink] = {}
         self.planned: tuple[Move, ...] = ()
+        self.link_s: Mapping[int, float] = {}
         self.groups: LayoutGroups | None = None
         self.pending: PendingShard | None = None
         self.rest: StepRemainder | None = None
@@ -274,6 +277,8 @@ class Generation:
             for group in pairs
             for low, high in [group.ranks]
         }
+        if self.lost is None:
+            self.link_s = time_links(links, factory.rank)
         self.transit, self.links, self.planned = transit, links, planned
         self.groups, self.pending = groups, pending
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from resihp.contracts import PeerLostError
 from resihp.layout import Move, Param, Parameters, Range, StateRange, containing
@@ -25,6 +26,13 @@ class _Turn:
 
     moves: list[Move] = field(default_factory=list)
     local: list[tuple[Param, Range, Range]] = field(default_factory=list)
+
+    def of(self, params: Collection[Param]) -> _Turn:
+        """Return the part of some parameters."""
+        return _Turn(
+            [move for move in self.moves if move.param in params],
+            [apart for apart in self.local if apart[0] in params],
+        )
 
 
 class GradientTransfer:
@@ -68,15 +76,30 @@ class GradientTransfer:
     def run(self, cancelled: threading.Event) -> None:
         """Move all of them. Raises `PeerLostError` if a peer is lost, or once it is `cancelled`."""
         for turn in self._turns:
-            source = self._await(turn, cancelled)
-            target = self._pending.gradients if self._pending is not None else {}
-            self.received_bytes += self._exchange.run(
-                turn.moves,
-                1,
-                view_of(GradientParts([source])),
-                view_of(GradientParts([target])),
-                meanwhile=_copies(turn, source, target),
-            )
+            self._move(turn, self._await(turn, cancelled))
+
+    def kept_of(self, params: Collection[Param], total: SummedGradients) -> SummedGradients:
+        """Return those of `total` that this rank gives in `run_behind`."""
+        given = (self._given(turn.of(params)) for turn in self._turns)
+        return {held: total[held] for held in chain.from_iterable(given)}
+
+    def run_behind(self, params: Collection[Param], kept: SummedGradients) -> None:
+        """Move those of `params` in a step whose update the old generation has made.
+
+        `kept_of` this rank, as its update has clipped them.
+        """
+        for turn in self._turns:
+            self._move(turn.of(params), kept)
+
+    def _move(self, turn: _Turn, source: SummedGradients) -> None:
+        target = self._pending.gradients if self._pending is not None else {}
+        self.received_bytes += self._exchange.run(
+            turn.moves,
+            1,
+            view_of(GradientParts([source])),
+            view_of(GradientParts([target])),
+            meanwhile=_copies(turn, source, target),
+        )
 
     def total(self) -> SummedGradients | None:
         """Return the summed gradients of the new shard, behind `run`."""

@@ -6,22 +6,26 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from resihp._devices import finish_own_work, use_device
 from resihp._process_limits import lower_priority
 from resihp.contracts import CheckpointError, PeerLostError, Plan, StateLostError
+from resihp.layout import Param
 
 from ..checkpointing.protocol import StateManager
 from ..process_groups.abortable import AbortableProcessGroup
 from ..step import Cursor, Engine, Setup
+from ..step.gradient_allreduce import SummedGradients
 from ..step.shard import Shard, copy_shared_rows, scalar_table
 from .buffers import HeldState, held_apart, held_twice
 from .build import Generation, ReshardContext
 from .exchange import TensorExchange, view_of
 from .gradient_migration import GradientMigration
 from .gradient_transfer import GradientTransfer
+from .spreading import CopyPace, copy_seconds, segments
 
 _NICENESS = 5
 
@@ -34,10 +38,13 @@ class StateTransfer:
     the step is not copied: each new holder receives the summed gradients of its ranges and makes
     the same elementwise update. Collective over the ranks of both generations:
 
-    1. All ranks call `start` before the same step, or none does.
-    2. All call `finish`, or `restore` where state is missing, when the gradients of the step are
-       summed or after a failure. It sets `total`, `rest` or `rewound` of the generation.
-    3. To abort, `stop`; no state is read or written afterwards.
+    1. All ranks of the old layout call `start` before the same step, or none does.
+    2. Each of them calls `end_step` before the update. If the copy takes a further step, it calls
+       `start` behind the update: new holders make it in what they have, with gradients that move
+       beside the next step.
+    3. Otherwise, or after a failure, all ranks call `finish`, or `restore` where state is missing.
+       It sets `total`, `rest` or `rewound` of the generation.
+    4. To abort, `stop`; no state is read or written afterwards.
 
     engine          of the old generation; None if this rank has no place in it
     before          its plan
@@ -45,6 +52,7 @@ class StateTransfer:
     received_bytes  of parameters and moments
     gradient_bytes  of summed gradients
     copied_s        duration of the copy of parameters and moments
+    steps           over which it is spread
     """
 
     def __init__(
@@ -57,7 +65,7 @@ class StateTransfer:
         *,
         on_transfer: Callable[[int], None],
     ) -> None:
-        self.completed = completed
+        self.completed = self._known = completed
         self.received_bytes = 0
         self.copied_s = 0.0
         self._context, self._setup = context, context.setup
@@ -78,6 +86,12 @@ class StateTransfer:
             generation.pending,
             early=self._is_early,
         )
+        self._pace = CopyPace()
+        self._segments: list[set[Param]] = []
+        self._copied: set[Param] = set()
+        self._begun = self._done = 0  # segments
+        self._kept: SummedGradients = {}
+        self._is_spread = threading.Event()
         self._error: Exception | None = None
         self._is_done = False
         self._thread: threading.Thread | None = None
@@ -85,6 +99,10 @@ class StateTransfer:
     @property
     def gradient_bytes(self) -> int:
         return self._gradients.received_bytes
+
+    @property
+    def steps(self) -> int:
+        return len(self._segments)
 
     @property
     def extra_bytes(self) -> int:
@@ -101,8 +119,14 @@ class StateTransfer:
         """State held in files instead."""
         return self._new.allocator.spilled_bytes if self._new is not None else 0
 
-    def start(self) -> None:
-        """Copy parameters and moments in the background, then gradients as they become whole."""
+    def start(self, completed: int, pace: CopyPace | None = None) -> None:
+        """Copy state in the background, in the end gradients as well, as they become whole.
+
+        completed  steps by now
+        pace       of this rank before the first step; the time of the copy is added
+        """
+        self._known, self._pace, self._is_done = completed, pace or self._pace, False
+        self._begun += 1
         # Created here: a thread that is never started would keep the state alive in a cycle.
         self._thread = threading.Thread(target=self._run, name="resihp-transfer", daemon=True)
         self._thread.start()
@@ -113,12 +137,28 @@ class StateTransfer:
         if self._thread is not None:
             self._thread.join()
 
+    def end_step(self) -> bool:
+        """Wait for what is copied beside a step; True if `finish` comes next, before the update.
+
+        Raises `PeerLostError` if a peer is lost.
+        """
+        self._is_spread.wait()
+        if self._begun >= len(self._segments) or self._error is not None:
+            return True
+        self._await_thread()
+        assert self._engine is not None
+        assert self._engine.total is not None
+        self._kept = self._gradients.kept_of(self._copied, self._engine.total)
+        return False
+
     def finish(self) -> None:
         """Complete the state, and move gradients: summed ones, or what survives of a failure.
 
         Raises `PeerLostError` if a peer is lost.
         """
         self._gradients.is_summed.set()
+        while self._thread is None and not self._is_copied:
+            self._copy_segment()
         self._await_thread()
         if self._generation.lost is None:
             if self._thread is None or not self._is_early:
@@ -163,10 +203,14 @@ class StateTransfer:
         is_claimed = setup.steal_ahead is not None and dp > 1
         return setup.device.type == "cpu" and not is_ordered and not is_claimed
 
+    @property
+    def _is_copied(self) -> bool:
+        """Return whether all parameters and moments are copied."""
+        return 0 < len(self._segments) == self._done
+
     def _await_thread(self) -> None:
-        """Wait for what was started, or copy now; raise what has kept this rank from it."""
+        """Wait for what was started; raise what has kept this rank from it."""
         if self._thread is None:
-            self._copy_state()
             return
         self._thread.join()
         if self._error is not None:
@@ -178,41 +222,78 @@ class StateTransfer:
         try:
             use_device(self._setup.device)
             lower_priority(_NICENESS)
-            self._copy_state()
+            self._copy_segment()
             finish_own_work(self._setup.device)  # training's stream may be another one
-            if self._is_early:
+            if self._is_copied and self._is_early:
                 self._gradients.run(self._generation.cancelled)
             self._is_done = True
         except PeerLostError as error:
             self._error = PeerLostError(str(error))  # the traceback would keep the state
         except Exception as error:  # noqa: BLE001 - raised by `finish`
             self._error = error
+        finally:
+            self._is_spread.set()
 
-    def _copy_state(self) -> None:
-        """Copy parameters, moments and the replicated state."""
+    def _copy_segment(self) -> None:
+        """Copy the next part of parameters and moments, and the replicated state."""
         start, old, new = time.perf_counter(), self._old, self._new
-        assert self._generation.transit is not None
+        generation, setup = self._generation, self._setup
+        assert generation.transit is not None
+        if not self._segments:
+            self._segments = self._spread(generation.transit)
+            self._is_spread.set()
+        else:
+            self._update_copied()
         self.completed = distribute_replicated_state(
-            self._generation.transit,
-            self._setup,
-            self.completed,
+            generation.transit,
+            setup,
+            self._known,
             old=old,
             new=new.shard if new is not None else None,
-            source=self._generation.source,
+            source=generation.source,
         )
+        segment = self._segments[self._done]
         for param, held, due in held_apart(old, new):
-            assert old is not None
-            assert new is not None
-            both = old.state((param, held)), new.state((param, due))
-            for source, target in zip(*both, strict=True):
-                copy_shared_rows(param, source, held, target, due)
+            if param in segment:
+                assert old is not None
+                assert new is not None
+                both = old.state((param, held)), new.state((param, due))
+                for source, target in zip(*both, strict=True):
+                    copy_shared_rows(param, source, held, target, due)
         # Most optimizers allocate their moments at the first update.
-        is_new = self.completed == 0 and not self._setup.optimizer.form.eager
-        copies = 1 if is_new else self._setup.optimizer.copies
-        self.received_bytes = self._exchange.run(
-            self._generation.planned, copies, view_of(old), view_of(new)
-        )
-        self.copied_s = time.perf_counter() - start
+        is_new = self.completed == 0 and not setup.optimizer.form.eager
+        copies = 1 if is_new else setup.optimizer.copies
+        planned = [move for move in generation.planned if move.param in segment]
+        self.received_bytes += self._exchange.run(planned, copies, view_of(old), view_of(new))
+        self._copied |= segment
+        self._done += 1
+        if not self._is_copied:
+            # Sources change with the update of the step: all have been read.
+            generation.transit.all_reduce(torch.zeros(1, device=generation.transit.device))
+            self._kept = {}
+        self.copied_s += time.perf_counter() - start
+
+    def _spread(self, group: AbortableProcessGroup) -> list[set[Param]]:
+        """Agree with all ranks on the parameters that are copied beside each step.
+
+        One step must do after a failure, where an update writes gradients, and where the state is
+        sharded over replicas.
+        """
+        generation, optimizer = self._generation, self._setup.optimizer
+        parameters, steps = self._setup.model.parameters, 1
+        if generation.lost is None:
+            planned, rank = generation.planned, self._context.rendezvous.rank
+            copy_s = copy_seconds(planned, optimizer.copies, rank, generation.link_s)
+            if optimizer.form.writes_gradients or self._setup.state_copies:
+                self._pace = replace(self._pace, most_steps=1)
+            steps = replace(self._pace, copy_s=copy_s).agree(group)
+        return segments(generation.planned, parameters, steps)
+
+    def _update_copied(self) -> None:
+        """Make the last update in what was copied before it."""
+        self._gradients.run_behind(self._copied, self._kept)
+        if self._new is not None:
+            self._new.update(self._setup.model.parameters, self._copied, self.completed)
 
 
 def distribute_replicated_state(

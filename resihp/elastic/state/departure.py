@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from math import inf
 
 _SAFETY = 1.5
 """Factor on all measured durations."""
@@ -89,6 +90,11 @@ class HandOverMeter:
         self._prepared_s = deque[float](maxlen=_KEPT)
         self._pauses_s = deque[float](maxlen=_KEPT)
         self._bytes_per_s = deque[float](maxlen=_KEPT)
+
+    @property
+    def step_s(self) -> float:
+        """The shortest of the last steps; inf: none yet."""
+        return min(tuple(self._steps_s), default=inf)
 
     def step(self, seconds: float) -> None:
         """Note the duration of a step."""

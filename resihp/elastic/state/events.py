@@ -20,6 +20,7 @@ class LayoutChange:
     pause_ms        from summed gradients (or a failure) until the commit
     prepare_ms      build of the new generation in the background
     copy_ms         copy of parameters and optimizer state, beside a step where there was no failure
+    copy_steps      over which it was spread
     received_bytes  of parameters and optimizer state
     gradient_bytes  of summed gradients received, from the last passes of the step on
     extra_bytes     buffers, and state held in memory for both generations until the commit; at most
@@ -35,6 +36,7 @@ class LayoutChange:
     pause_ms: float
     prepare_ms: float = 0.0
     copy_ms: float = 0.0
+    copy_steps: int = 0
     received_bytes: int = 0
     gradient_bytes: int = 0
     extra_bytes: int = 0
