@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from resihp.contracts import Layout
 from resihp.elastic.process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory
 from resihp.elastic.reshard.shared_memory import probe_peer_memory
 from resihp.elastic.reshard.spreading import CopyPace, copy_seconds, segments, time_links
-from resihp.layout import moves
+from resihp.layout import Param, moves
 from tests.elastic.engine_job import GRID, SHIFTED, UNEVEN
 from tests.elastic.test_gradient_transfer import PARAMETERS
 from tests.elastic.threads import on_ranks
@@ -69,12 +70,11 @@ def test_parts_hold_each_parameter_once_and_about_as_much_each(
     assert sorted(param.key for part in parts for param in part) == sorted(
         param.key for param in PARAMETERS.all
     )
-    by_param = {
-        param: sum(move.numel for move in planned if move.param == param)
-        for param in PARAMETERS.all
-    }
-    most = sum(by_param.values()) / count + max(by_param.values())
-    assert all(sum(by_param[param] for param in part) <= most for part in parts)
+    moved = Counter[Param]()
+    for move in planned:
+        moved[move.param] += move.numel
+    most = moved.total() / count + max(moved.values())
+    assert all(sum(moved[param] for param in part) <= most for part in parts)
 
 
 def test_a_rank_times_what_it_receives() -> None:
