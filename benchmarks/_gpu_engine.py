@@ -25,6 +25,7 @@ from benchmarks._resize_live import (
     OPTIMIZER,
     SHAPES,
     UNITS,
+    Way,
     batch,
     first_device,
     live,
@@ -105,7 +106,7 @@ def change(
     need_groups(device, maker)
     shape = TINY if small else MODELS[size]
     one = next(one for one in CHANGES if one.name == name)
-    found = live(shape, one, attach=attach, device=device)
+    found = live(shape, one, Way(attach=attach, device=device))
     row = f"{size}, {name}{'' if attach else f', through {maker} groups'}"
     yield Row(f"{row}: pause", found["pause_ms"], "ms", found["old"], "a step before it")
     yield Row(f"{row}: step that copies", found["copying"], "ms", found["old"], "a step before it")

@@ -9,9 +9,11 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,10 +23,12 @@ import torch
 from resihp.contracts import Layout, ModelShape, Plan, Replica, Stage, even_quotas
 from resihp.elastic.models import Llama, Packed
 from resihp.elastic.optim import Optimizer
+from resihp.elastic.process_groups.transport import ProcessGroupTransport, Transfer
 from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, connect
 from resihp.elastic.reshard import build
 from resihp.elastic.reshard.buffers import ReshardBudget
+from resihp.elastic.reshard.spreading import CopyPace
 from resihp.elastic.reshard.transfer import StateTransfer
 from resihp.elastic.state.events import Callbacks, LayoutChange
 from resihp.elastic.state.phases import Phase
@@ -37,6 +41,8 @@ TOTAL = ("received_bytes", "gradient_bytes")
 LIMIT = ReshardBudget()
 SWITCHES_BEFORE = 5
 TOKENS, MICROBATCHES, STEPS_AFTER, LAYERS, UNITS = 128, 4, 4, 8, 8
+MOST_STEPS = 16
+"""Over which a copy through a slow link is spread."""
 SHAPES = {
     "30M": ModelShape(layers=LAYERS, hidden=512, heads=8, kv_heads=8, ffn=1536, vocab=4096),
     "100M": ModelShape(layers=LAYERS, hidden=1024, heads=8, kv_heads=8, ffn=2688, vocab=4096),
@@ -80,17 +86,51 @@ CHANGES = (
 )
 
 
-def live(
-    shape: ModelShape, change: Change, *, attach: bool, device: str = "cpu", warmed: bool = True
-) -> dict[str, float]:
-    """Cost of one change: longest pause and build of a rank, bytes, duration of steps.
+@dataclass(frozen=True)
+class Way:
+    """Conditions of a change.
 
-    Without `attach` ranks exchange through sockets, as those of several hosts do. On "cuda" all of
-    them are on the first device. A rank that was idle runs no pass before its first step unless it
-    is `warmed`.
+    attach    ranks read each other's memory; else they exchange through sockets, as those of
+              several hosts do
+    device    on "cuda" all of them are on the first device
+    warmed    a rank that was idle runs a pass before its first step
+    link_mbs  MB/s at which a rank takes what comes through a socket; None: as fast as it can
+    at_once   the copy is not spread over several steps
     """
-    switches, told = _told(shape, change, 1, attach=attach, device=device, warmed=warmed)
-    most = {key: max(seen[key] for seen in switches) for key in LONGEST}
+
+    attach: bool = True
+    device: str = "cpu"
+    warmed: bool = True
+    link_mbs: float | None = None
+    at_once: bool = False
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Have this process take it."""
+        with ExitStack() as stack:
+            if not self.warmed:
+                stack.enter_context(mock.patch.object(build, "warm_up_stage"))
+            if self.link_mbs is not None:
+                paced = partialmethod(_paced, ProcessGroupTransport._finish, self.link_mbs * 1e6)
+                stack.enter_context(mock.patch.object(ProcessGroupTransport, "_finish", paced))
+            if self.at_once:
+                stack.enter_context(mock.patch.object(CopyPace, "agree", return_value=1))
+            yield
+
+
+def _paced(transport: ProcessGroupTransport, finish: Any, per_s: float, works: Any) -> Transfer:
+    """A transfer that takes its time; the thread that waits for it sleeps."""
+    start, received = time.perf_counter(), 0
+    for nbytes in finish(transport, works):
+        received += nbytes
+        time.sleep(max(0.0, start + received / per_s - time.perf_counter()))
+        yield nbytes
+
+
+def live(shape: ModelShape, change: Change, way: Way) -> dict[str, float]:
+    """Cost of one change: longest pause and build of a rank, bytes, duration of steps."""
+    switches, told = _told(shape, change, 1, way)
+    most = {key: max(seen[key] for seen in switches) for key in (*LONGEST, "copy_steps")}
     total = {key: sum(seen[key] for seen in switches) for key in TOTAL}
     extra, first = max(one["extra_bytes"] for one in told), round(switches[0]["step"])
     times = _step_times([one["steps"] for one in told], first)
@@ -99,11 +139,26 @@ def live(
     return {**most, **total, "measured_bytes": extra, **times, "first_beyond_ms": beyond}
 
 
+def through_link(shape: ModelShape, change: Change, way: Way) -> dict[str, float]:
+    """Cost of one change through slow links: the longest pause, the steps of the copy, and the
+    milliseconds of a usual step and of the longest one beside the copy."""
+    switches, told = _told(shape, change, 1, way)
+    ms, begun = _longest([one["steps"] for one in told]), SWITCHES_BEFORE - 1
+    steps = max(seen["copy_steps"] for seen in switches)
+    return {
+        "pause": max(seen["pause_ms"] for seen in switches),
+        "steps": steps,
+        "received": max(seen["received_bytes"] for seen in switches),
+        "usual": statistics.median(ms[step] for step in range(1, begun)),
+        "beside": max(ms[step] for step in range(begun, begun + round(steps))),
+    }
+
+
 def copying_steps(shape: ModelShape, change: Change, changes: int) -> list[dict[str, float]]:
     """Milliseconds of steps of one job that changes its layout so many times, to the new one and
     back: for each change the `copying` step, one of the usual steps of that layout (`another`), and
     the median of the others (`usual`); and the processor time of the copy, on all ranks."""
-    _, told = _told(shape, change, changes, attach=True, device="cpu")
+    _, told = _told(shape, change, changes, Way())
     ms = _longest([one["steps"] for one in told])
     copies = zip(*(one["copy_ms"] for one in told), strict=True)
     return [
@@ -121,16 +176,13 @@ def _told(
     shape: ModelShape,
     change: Change,
     changes: int,
-    *,
-    attach: bool,
-    device: str,
-    warmed: bool = True,
+    way: Way,
 ) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """Run the four ranks; what each tells of the last change, and of all steps."""
     folder = Path(tempfile.mkdtemp(prefix="resihp-resize-"))
     try:
         with LocalRanks("resize", folder) as ranks:
-            ranks.start(range(4), run_rank, shape, change, changes, attach, device, warmed, folder)
+            ranks.start(range(4), run_rank, shape, change, changes, way, folder)
             codes = ranks.wait(600 + 60 * changes)
             assert set(codes.values()) == {0}, ranks.logs()
         switches = [json.loads(path.read_text()) for path in folder.glob("switch-*.json")]
@@ -168,16 +220,12 @@ def run_rank(
     shape: ModelShape,
     change: Change,
     changes: int,
-    attach: bool,
-    device: str,
-    warmed: bool,
+    way: Way,
     folder: Path,
 ) -> None:
     """One rank: a few steps in the old layout, the change, a few in the new one; and so on, there
     and back, up to that many changes."""
     torch.set_num_threads(1)
-    if not warmed:
-        mock.patch.object(build, "warm_up_stage").start()
     os.environ["NCCL_HOSTID"] = f"rank{rank}"  # else it refuses ranks that share a device
     timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
     steps: list[tuple[int, float]] = []
@@ -197,7 +245,8 @@ def run_rank(
     def on_layout_change(seen_change: LayoutChange) -> None:
         nonlocal paused_ms
         paused_ms = seen_change.pause_ms
-        seen = {name: getattr(seen_change, name) for name in ("step", *LONGEST, *TOTAL)}
+        names = ("step", "copy_steps", *LONGEST, *TOTAL)
+        seen = {name: getattr(seen_change, name) for name in names}
         (folder / f"switch-{rank}.json").write_text(json.dumps(seen))
 
     def on_step(reduced: ReducedStep, ms: float, plan: Plan) -> None:
@@ -210,7 +259,7 @@ def run_rank(
             _await_switch(trainer)
 
     trainer = Trainer(
-        Setup(Llama(shape), OPTIMIZER, batch, device=first_device(device)),
+        Setup(Llama(shape), OPTIMIZER, batch, device=first_device(way.device)),
         _plan(0, *change.side(0)),
         Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
         Plans(
@@ -218,11 +267,12 @@ def run_rank(
             lambda version: trainer.completed > SWITCHES_BEFORE * version - 3,
         ),
         callbacks=Callbacks(on_phase=on_phase, on_layout_change=on_layout_change, on_step=on_step),
-        memory=replace(LIMIT, attach=attach),
+        memory=replace(LIMIT, attach=way.attach),
     )
     watch.start()
-    with mock.patch.object(StateTransfer, "_copy_segment", copy_state):
-        trainer.run(SWITCHES_BEFORE * changes + STEPS_AFTER)
+    more = MOST_STEPS if way.link_mbs is not None else 0
+    with way.taken(), mock.patch.object(StateTransfer, "_copy_segment", copy_state):
+        trainer.run(SWITCHES_BEFORE * changes + STEPS_AFTER + more)
     told = {
         "steps": steps,
         "processor_ms": processor_ms,

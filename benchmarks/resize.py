@@ -7,6 +7,9 @@ are copied before the step's update, the gradients of the same ranges.
 With `--copying N` only the duration of those steps, in N changes there and back of one job, beside
 that of a usual step just before, which has no copy, each over the median of the others before it;
 and the processor time of the copy itself, on all ranks.
+With `--link-mbs N` only the pause where ranks exchange through sockets, from which each takes N MB
+a second (emulated: its thread sleeps): with the copy spread over as many steps as it needs, and at
+once.
 With `--warm-up N` only the duration of the first step with a rank that was idle, over a usual step
 of that layout, in N pairs of jobs: one with the warm-up of its stage, and one without; and that
 rank's processor time in it beyond that in its later steps.
@@ -27,11 +30,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks._report import machine, print_table, write_json
-from benchmarks._resize_live import CHANGES, LIMIT, OPTIMIZER, SHAPES, Change, copying_steps, live
+from benchmarks._resize_live import (
+    CHANGES,
+    LIMIT,
+    OPTIMIZER,
+    SHAPES,
+    Change,
+    Way,
+    copying_steps,
+    live,
+    through_link,
+)
 from resihp.elastic.models import Llama
 from resihp.layout import least_numel
 
@@ -57,6 +71,10 @@ COLUMNS = (
 COPYING = (
     *("model", "change", "changes", "usual ms"),
     *("copying", "its quartiles", "another", "quartiles of that", "copy, processor ms"),
+)
+LINK = (
+    *("model", "change", "MB/s", "MB of one rank", "usual step ms", "steps of the copy"),
+    *("longest beside it ms", "pause ms", "at once: pause ms"),
 )
 WARM_UP = (
     *("model", "pairs", "usual ms", "warmed up", "its quartiles", "cold", "quartiles of that"),
@@ -90,6 +108,12 @@ def main() -> None:
         "--copying", type=int, metavar="N", help="the copying steps alone, in so many changes"
     )
     parser.add_argument(
+        "--link-mbs",
+        type=float,
+        metavar="N",
+        help="through links of N MB/s alone: the copy spread over steps, and at once",
+    )
+    parser.add_argument(
         "--warm-up",
         type=int,
         metavar="N",
@@ -106,6 +130,11 @@ def main() -> None:
     if options.copying:
         rows = [row for s in sizes for c in changes for row in copying(s, c, options.copying)]
         report("Copying steps, and another step, over the usual step", COPYING, rows, options.json)
+        return
+    if options.link_mbs:
+        moving = [change for change in changes if change.old != change.new]
+        rows = [link(size, change, options.link_mbs) for size in sizes for change in moving]
+        report("Change of layout through slow links", LINK, rows, options.json)
         return
     if options.warm_up:
         rows = [warm_up(size, options.warm_up) for size in sizes]
@@ -153,7 +182,7 @@ def seen_once(size: str, changes: list[Change], *, attach: bool) -> dict[str, Se
     seen: dict[str, Seen] = {"restart": {"ms": restart_ms(_numel(size))}}
     os.sync()
     for change in changes:
-        seen[change.name] = live(SHAPES[size], change, attach=attach)
+        seen[change.name] = live(SHAPES[size], change, Way(attach=attach))
         paused, restart = seen[change.name]["pause_ms"], seen["restart"]["ms"]
         print(size, change.name, f"{paused:.1f} ms, restart {restart:.0f} ms", flush=True)
     return seen
@@ -197,12 +226,29 @@ def copying(size: str, change: Change, changes: int) -> Iterator[list[Any]]:
         yield [*row, round(statistics.median(one["processor"] for one in some))]
 
 
+def link(size: str, change: Change, mbs: float) -> list[Any]:
+    """Row of a change through slow links."""
+    way = Way(attach=False, link_mbs=mbs)
+    spread, at_once = (
+        through_link(SHAPES[size], change, one) for one in (way, replace(way, at_once=True))
+    )
+    shown = (spread[key] for key in ("usual", "steps", "beside", "pause"))
+    return [
+        f"{_numel(size) / 1e6:.0f}M",
+        change.name,
+        round(mbs),
+        round(spread["received"] / 1e6),
+        *map(round, shown),
+        round(at_once["pause"]),
+    ]
+
+
 def warm_up(size: str, pairs: int) -> list[Any]:
     """Row of the first step of a rank that was idle, with its warm-up and without."""
     (change,) = (one for one in CHANGES if one.name == "3 -> 4 ranks")
     both = (True, False)
     seen = [
-        {warmed: live(SHAPES[size], change, attach=True, warmed=warmed) for warmed in both}
+        {warmed: live(SHAPES[size], change, Way(warmed=warmed)) for warmed in both}
         for _ in range(pairs)
     ]
     usual = statistics.median(one[warmed]["new"] for one in seen for warmed in both)
