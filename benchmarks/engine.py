@@ -3,9 +3,10 @@
 `python -m benchmarks.engine [--json PATH] [--repeats N]`
 
 Both train in the same processes, turn and turn about, on one rank and on two tensor-parallel ones
-(gloo), with all activations kept and with recomputed layers (the peer's by torch's own
-checkpointing). Every turn gives one ratio of two adjacent steps, so that a load that comes and goes
-meets both; the table shows their median and quartiles. Losses are compared on the way.
+(gloo), with all activations kept, with recomputed layers (the peer's by torch's own checkpointing),
+and with parts of layers compiled (the peer's not). Every turn gives one ratio of two adjacent
+steps, so that a load that comes and goes meets both; the table shows their median and quartiles.
+Losses are compared on the way.
 """
 
 from __future__ import annotations
@@ -32,13 +33,18 @@ from resihp.elastic.optim import Optimizer
 from resihp.elastic.process_groups.abortable import ProcessGroupFactory, WaitClock
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.step import Engine, Setup
-from resihp.elastic.step.setup import Recompute
 from resihp.elastic.step.shard import Shard, initial_shard
 from resihp.testing.local_ranks import LocalRanks
 
 SHAPE = ModelShape(layers=6, hidden=256, heads=8, kv_heads=4, ffn=704, vocab=4096)
 TOKENS, MICROBATCHES, WARM_UP = 256, 4, 3
 ADAMW: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1}
+WAYS: dict[str, dict[str, Any]] = {
+    "all kept": {},
+    "layers recomputed": {"recompute": "layers"},
+    "parts compiled": {"compile_backend": "inductor"},
+}
+"""Of the engine's setup."""
 
 
 def main() -> None:
@@ -47,21 +53,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
-    columns = ["ranks", "recompute", "engine ms", "plain ms", "ratio", "quartiles", "CPU ratio"]
-    cases: list[tuple[int, Recompute | None]] = [(1, None), (2, None), (1, "layers"), (2, "layers")]
-    rows = [measure(ranks, recompute, options.repeats) for ranks, recompute in cases]
+    columns = ["ranks", "way", "engine ms", "plain ms", "ratio", "quartiles", "CPU ratio"]
+    rows = [measure(ranks, way, options.repeats) for way in WAYS for ranks in (1, 2)]
     print(machine())
     print_table("Step of a 6-layer decoder, 4 microbatches of 256 tokens", columns, rows)
     if options.json:
         write_json(options.json, {"rows": [dict(zip(columns, row, strict=True)) for row in rows]})
 
 
-def measure(ranks: int, recompute: Recompute | None, repeats: int) -> list[Any]:
+def measure(ranks: int, way: str, repeats: int) -> list[Any]:
     """One row: medians over the turns, as rank 0 saw them."""
     with tempfile.TemporaryDirectory(prefix="resihp-engine-") as name:
         folder = Path(name)
         with LocalRanks("engine", folder) as processes:
-            processes.start(range(ranks), run_rank, ranks, recompute, repeats, folder)
+            processes.start(range(ranks), run_rank, ranks, way, repeats, folder)
             codes = processes.wait(900)
             assert set(codes.values()) == {0}, processes.logs()
         turns = json.loads((folder / "turns.json").read_text())
@@ -73,7 +78,7 @@ def measure(ranks: int, recompute: Recompute | None, repeats: int) -> list[Any]:
     middle = statistics.median(ratios)
     return [
         label,
-        recompute or "no",
+        way,
         *map(round, times),
         f"{middle:.3f}",
         f"{low:.3f}-{high:.3f}",
@@ -86,19 +91,19 @@ def run_rank(
     host: str,
     port: int,
     ranks: int,
-    recompute: Recompute | None,
+    way: str,
     repeats: int,
     folder: Path,
 ) -> None:
     """One rank: both implementations, turn and turn about."""
     torch.set_num_threads(1)
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
-    engine = make_engine(rank, ranks, recompute, dist.PrefixStore("engine", store))
+    engine = make_engine(rank, ranks, way, dist.PrefixStore("engine", store))
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("plain", store), rank=rank, world_size=ranks
     )
     plain = PlainTrainer(SHAPE, partial(torch.optim.AdamW, **ADAMW), rank, ranks, max_norm=1.0)
-    plain.model.recomputes = recompute is not None
+    plain.model.recomputes = "recompute" in WAYS[way]
     copy_values(engine.shard, plain)
 
     def engine_step(step: int) -> float:
@@ -131,13 +136,13 @@ def timed(work: Callable[[int], float], step: int) -> tuple[float, float, float]
     return time.perf_counter() - begun, time.process_time() - processor, loss
 
 
-def make_engine(rank: int, ranks: int, recompute: Recompute | None, store: dist.Store) -> Engine:
+def make_engine(rank: int, ranks: int, way: str, store: dist.Store) -> Engine:
     """The engine of one rank, with the model's initial values."""
     waited = WaitClock()
     factory = ProcessGroupFactory(
         store, rank, broken=lambda *_: None, timeout=timedelta(seconds=60), waited=waited
     )
-    setup = Setup(Llama(SHAPE), Optimizer(torch.optim.AdamW, **ADAMW), batch, recompute=recompute)
+    setup = Setup(Llama(SHAPE), Optimizer(torch.optim.AdamW, **ADAMW), batch, **WAYS[way])
     layout = Layout.grid(dp=1, pp=1, tp=ranks, layers=SHAPE.layers)
     groups = build_layout_groups(factory, layout, setup.model.parameters, name="engine")
     plan = Plan(version=0, layout=layout, quotas=(MICROBATCHES,))

@@ -197,6 +197,7 @@ class Trainer:
             "optimizer": f"one that keeps {', '.join(form.moments + form.scalars) or 'nothing'}",
             "deterministic": setup.deterministic,
             "recompute": setup.recompute,
+            "compile_backend": setup.compile_backend,
             "optimizer_replicas": setup.optimizer_replicas,
             "ranks_per_node": setup.ranks_per_node,
             "compute_dtype": str(setup.compute_dtype),

@@ -17,6 +17,7 @@ from resihp.layout import Param, Parameters, Range
 
 from ..process_groups.abortable import AbortableProcessGroup
 from .base import Packed, Part
+from .compilation import compilable
 from .decoder import Decoder, attend, empty, positions, width
 from .randomness import Dropout
 from .recomputation import attention_core
@@ -133,9 +134,9 @@ class Block(nn.Module):
     def forward(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """One layer forward, [T, D] -> [T, D]."""
         normed_TD = _layer_norm(x_TD, self.norm1, self.bias1, self.norm_eps)
-        x_TD = x_TD + self.drop_attention(self.attention(normed_TD, packed), packed)
-        h_TD = self.ffn(_layer_norm(x_TD, self.norm2, self.bias2, self.norm_eps))
-        return x_TD + self.drop_ffn(h_TD, packed)
+        added_TD = self.drop_attention(self.attention(normed_TD, packed), packed)
+        x_TD, normed_TD = _add_and_norm(x_TD, added_TD, self.norm2, self.bias2, self.norm_eps)
+        return x_TD + self.drop_ffn(self.ffn(normed_TD), packed)
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document; the output's bias counts once in the group."""
@@ -190,7 +191,20 @@ class Gpt2Head(VocabularyHead):
         return self.loss(_layer_norm(x_TD, self.norm, self.bias, self.norm_eps), packed)
 
 
+@compilable
 def _layer_norm(
     x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
     return functional.layer_norm(x_TD, (x_TD.shape[-1],), weight, bias, eps)
+
+
+@compilable
+def _add_and_norm(
+    x_TD: torch.Tensor,
+    added_TD: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total_TD = x_TD + added_TD
+    return total_TD, functional.layer_norm(total_TD, (total_TD.shape[-1],), weight, bias, eps)

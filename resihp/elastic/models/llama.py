@@ -20,6 +20,7 @@ from resihp.layout import Param, Parameters, Range
 
 from ..process_groups.abortable import AbortableProcessGroup
 from .base import Packed, Part
+from .compilation import compilable
 from .decoder import Decoder, Entry, attend, attended_pairs, empty, width
 from .recomputation import attention_core
 from .rope import Rope, rotary, rotate
@@ -162,8 +163,9 @@ class DecoderLayer(nn.Module):
     def forward(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """One layer forward, [T, D] -> [T, D]."""
         normed_TD = rms_norm(x_TD, self.attention_norm, self.norm_eps)
-        h_TD = x_TD + self.attention(normed_TD, packed)
-        return h_TD + self.ffn(rms_norm(h_TD, self.ffn_norm, self.norm_eps))
+        added_TD = self.attention(normed_TD, packed)
+        h_TD, normed_TD = add_and_norm(x_TD, added_TD, self.ffn_norm, self.norm_eps)
+        return h_TD + self.ffn(normed_TD)
 
     def attention(self, x_TD: torch.Tensor, packed: Packed) -> torch.Tensor:
         """Causal attention inside each document; the output's bias counts once in the group."""
@@ -182,8 +184,8 @@ class DecoderLayer(nn.Module):
     def ffn(self, x_TD: torch.Tensor) -> torch.Tensor:
         """SwiGLU."""
         x_TD = in_matmul_precision(copy_to_tp_region(x_TD, self.group, in_place=True))
-        h_TF = functional.silu(functional.linear(x_TD, self.w_gate))
-        h_TF = h_TF * functional.linear(x_TD, self.w_up)
+        gate_TF, up_TF = (functional.linear(x_TD, w) for w in (self.w_gate, self.w_up))
+        h_TF = gated(gate_TF, up_TF)
         return reduce_from_tp_region(
             functional.linear(h_TF, self.w_down), self.group, in_place=True
         )
@@ -222,6 +224,22 @@ class LlamaHead(VocabularyHead):
         return self.loss(rms_norm(x_TD, self.norm, self.norm_eps), packed)
 
 
+@compilable
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm (Zhang & Sennrich, arXiv 1910.07467) over the last dimension."""
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+@compilable
+def add_and_norm(
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of two tensors, and its RMSNorm."""
+    total = x + added
+    return total, functional.rms_norm(total, (total.shape[-1],), weight, eps)
+
+
+@compilable
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return SiLU(gate) * up, as SwiGLU (Shazeer, arXiv 2002.05202) has it."""
+    return functional.silu(gate) * up

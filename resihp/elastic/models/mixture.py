@@ -23,7 +23,7 @@ from resihp.layout import Range
 
 from ..process_groups.abortable import AbortableProcessGroup
 from .decoder import Entry, empty, width
-from .llama import DecoderLayer, Llama
+from .llama import DecoderLayer, Llama, gated
 from .rope import Rope
 from .tensor_parallel import copy_to_tp_region, in_matmul_precision, reduce_from_tp_region
 
@@ -98,8 +98,8 @@ class MixtureLayer(DecoderLayer):
         weights = zip(self.w_gate.unbind(), self.w_up.unbind(), self.w_down.unbind(), strict=True)
         outputs = []
         for picked, (gate_FD, up_FD, down_DF) in zip(routing.by_expert(x_TD), weights, strict=True):
-            h = functional.silu(functional.linear(picked, gate_FD))
-            outputs.append(functional.linear(h * functional.linear(picked, up_FD), down_DF))
+            h = gated(functional.linear(picked, gate_FD), functional.linear(picked, up_FD))
+            outputs.append(functional.linear(h, down_DF))
         out_TKD = routing.by_token(torch.cat(outputs))
         out_TD = (out_TKD * gates_TK.unsqueeze(-1)).sum(dim=1)
         return reduce_from_tp_region(out_TD, self.group, in_place=True)

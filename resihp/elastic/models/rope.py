@@ -15,6 +15,7 @@ import torch
 from resihp.contracts import ContractError
 
 from .base import on_device
+from .compilation import compilable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,7 @@ class YarnRope(Rope):
         return head_dim * math.log(wavelength) / (2.0 * math.log(self.theta))
 
 
+@compilable
 def rotate(x_TNH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn each half-vector pair by its angle; the second half holds the partners of the first."""
     left, right = x_TNH.chunk(2, dim=-1)

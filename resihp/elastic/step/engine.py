@@ -106,6 +106,7 @@ class Engine:
             split=plan.schedule is Schedule.ZERO_BUBBLE,
             compute_dtype=setup.compute_dtype,
             recompute=setup.recompute,
+            compile_backend=setup.compile_backend,
             record_transfer=setup.record_transfer,
         )
         kind = DeterministicGradientSum if setup.deterministic else GradientSum

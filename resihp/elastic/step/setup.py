@@ -76,6 +76,10 @@ class Setup:
                    inputs of layers alone; "attention" keeps all but what attention makes of
                    queries, keys and values; None: everything is kept. Changes no bit, on
                    accelerators with `deterministic`
+    compile_backend
+                   backend of `torch.compile` ("inductor") for what layers compute between matrix
+                   products, attention and collectives; not with `recompute`, and without effect in
+                   zero-bubble schedules, whose halves run it twice. None: nothing is compiled
     deterministic  sum gradients in an order fixed by microbatch index, so that a loss changes no
                    bit of the training; costs memory and some speed (`DeterministicGradientSum`),
                    on accelerators also the fused kernels of attention
@@ -107,6 +111,7 @@ class Setup:
     pacer: Pacer | None = None
     compute_dtype: torch.dtype | None = None
     recompute: Recompute | None = None
+    compile_backend: str | None = None
     deterministic: bool = False
     bucket_bytes: int = 25 << 20
     device: torch.device = CPU
@@ -132,6 +137,14 @@ class Setup:
         if self.recompute not in (None, *get_args(Recompute)):
             known = " or ".join(map(repr, get_args(Recompute)))
             raise ContractError("recompute", f"must be {known} or None, not {self.recompute!r}")
+        if self.compile_backend is not None:
+            backends = torch.compiler.list_backends(exclude_tags=())
+            if self.compile_backend not in backends:
+                found = f"{', '.join(backends)}, or None; not {self.compile_backend!r}"
+                raise ContractError("compile_backend", f"must be one of {found}")
+            if self.recompute is not None:
+                why = "what a compiled part keeps may differ from what it keeps when it runs again"
+                raise ContractError("compile_backend", f"not with recompute: {why}")
         if self.compute_dtype not in (None, torch.bfloat16):
             why = "gradients are not scaled against underflow"
             raise ContractError(

@@ -14,6 +14,7 @@ from resihp.layout import Param
 from resihp.pipeline.orders import Part, Pass
 
 from ..models import Model, Packed
+from ..models.compilation import compiling
 from ..models.recomputation import recomputed, recomputing_attention
 from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.layout_groups import LayoutGroups, P2PLink, StageBoundary
@@ -44,6 +45,7 @@ class StageRunner:
     `run` a pass, then `send` what it returned; `drain` when all passes of a step have run.
     With `split`, backward passes come in halves. `compute_dtype` is the precision of torch's
     autocast for the forward pass; None: none. `recompute` says what a backward pass computes again.
+    `compile_backend` compiles parts of layers; not with `split`, which would run them again.
     `record_transfer` takes the records of transfers.
     """
 
@@ -56,6 +58,7 @@ class StageRunner:
         split: bool = False,
         compute_dtype: torch.dtype | None = None,
         recompute: Recompute | None = None,
+        compile_backend: str | None = None,
         record_transfer: TransferRecorder | None = None,
     ) -> None:
         self._record_transfer, self._recompute = record_transfer, recompute
@@ -72,6 +75,7 @@ class StageRunner:
         # A pipeline of one stage has no bubble: its second half is the whole pass.
         self._split = split and (groups.before is not None or groups.after is not None)
         self._compute_dtype = compute_dtype
+        self._compile_backend = None if self._split else compile_backend
         self._running: dict[tuple[int, int], _Running] = {}
         self._box = P2PQueue()
 
@@ -150,6 +154,7 @@ class StageRunner:
         with (
             torch.autocast(entry.device.type, dtype, enabled=dtype is not None),
             recomputing_attention(is_selective),
+            compiling(self._compile_backend),
         ):
             for name in self._chunks[chunk]:
                 module = self._parts[name]
