@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 
 import torch
 
@@ -78,6 +78,7 @@ class Trainer:
         self._state = RuntimeState(plan, self._callbacks.on_phase)
         self._steps = 0
         self._is_joining = False
+        self._begun = (plan, 0.0)  # the last step
         self._unreported: tuple[ReducedStep, Plan, float] | None = None
         self._is_owed = False  # a save, since a step in which the layout changed
         self._departure: Departure | None = None
@@ -233,6 +234,7 @@ class Trainer:
             while broken or not self._is_over(steps) or (broken := self._finish()):
                 try:
                     if broken:
+                        self._note_sums()
                         self._state.enter(Phase.RECOVERING)
                         self._recovery.recover(broken, steps)
                         self._gather()
@@ -297,14 +299,15 @@ class Trainer:
             return
         self._end_if_preempted()
         step, start, plan = self.completed, time.perf_counter(), self.plan
+        self._begun = (plan, start)
         reduced = self._sum_gradients(self.engine, step)
+        self._unreported = (reduced, plan, start)
         is_resharding = coordinator.ends_transfer()
         if is_resharding:
             coordinator.reshard(norm=reduced.norm)
         state.enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
         coordinator.update(step, reduced.norm)
         coordinator.continue_transfer()
-        self._unreported = (reduced, plan, start)
         if reduced.is_due:
             # Ranks that have just received a place do not know that it is due.
             self._is_owed = is_resharding
@@ -409,13 +412,28 @@ class Trainer:
             self._gather()
 
     def _report(self) -> None:
-        """Report the last step, unless it has been; its parameters are gathered now."""
+        """Report the last step, unless it has been; its parameters are gathered now.
+
+        One that a recovery has given up is done again.
+        """
+        if self._unreported is not None and self._unreported[0].step >= self.completed:
+            self._unreported = None
         if self._unreported is not None:
-            if self._state.phase is Phase.VOTING:  # after a recovery, which is over for plans, too
-                self._state.enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
+            phase = self._state.phase
+            if phase in (Phase.VOTING, Phase.RECOVERING):  # which is over for plans, too
+                is_idle = self.engine is None or phase is Phase.RECOVERING  # at the job's end
+                self._state.enter(Phase.IDLE if is_idle else Phase.UPDATING)
             reduced, plan, start = self._unreported
             self._unreported = None
+            assert self._state.norm is not None
+            reduced = replace(reduced, norm=self._state.norm[1])
             self._callbacks.on_step(reduced, (time.perf_counter() - start) * 1e3, plan)
+
+    def _note_sums(self) -> None:
+        """Keep the loss of a step that is summed here: the recovery may complete it."""
+        if self._unreported is None and self.engine is not None and self.engine.total is not None:
+            summed = ReducedStep(self.completed, self.engine.loss, norm=nan, ready=(0, 0))
+            self._unreported = (summed, *self._begun)
 
     def _gather(self) -> None:
         """Fill parameters that other ranks have updated, where they hold the optimizer state."""

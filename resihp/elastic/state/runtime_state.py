@@ -93,7 +93,7 @@ class RuntimeState:
         """Make the update of `step`, whose gradients are summed on every rank."""
         if self.engine is not None:
             self.engine.update(norm, step)
-        self.completed = step + 1
+        self.completed, self.norm = step + 1, (step, norm)
 
     def resume(self, completed: int) -> None:
         """Continue after `completed` steps, as other ranks or a checkpoint say."""

@@ -142,6 +142,11 @@ class Engine:
         is_mine = self.groups.place.dp == kept.replica and self.groups.after is None
         return self._sums.losses if is_mine else {}
 
+    @property
+    def loss(self) -> float:
+        """Mean over the tokens of the step, once there is a `total`."""
+        return math.fsum(self._losses.values())
+
     def sum_of(self, held: StateRange) -> torch.Tensor | None:
         """Return the whole gradient of some rows in this step if it is there by now.
 
@@ -206,9 +211,9 @@ class Engine:
         self._telemetry.record(Op.COLLECTIVE, step, timing)
         ready = (round(float(summed[0])), round(float(summed[1])))
         self.can_claim = round(float(summed[3])) == len(everyone)
-        loss, norm = math.fsum(self._losses.values()), norm_of(summed[4:])
+        norm = norm_of(summed[4:])
         stolen = self._microbatches.stolen(counts.replicas)
-        return ReducedStep(step, loss, norm, ready, bool(summed[2] > 0), stolen)
+        return ReducedStep(step, self.loss, norm, ready, bool(summed[2] > 0), stolen)
 
     def update(self, norm: float, step: int) -> None:
         """Clip the summed gradients and update, without communication.
