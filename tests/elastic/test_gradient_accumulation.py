@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +94,25 @@ def test_a_sum_that_was_given_and_changes_fails_the_step() -> None:
     sums.start([], {})
     assert sums.complete_sum(name) is None, "the next step begins anew"
     sums.whole()
+
+
+def test_sums_are_given_while_another_thread_takes_all_of_them() -> None:
+    """The transfer takes the last ones while the end of the step checks those taken."""
+    held = {Param(f"p{i}", (2,)): nn.Parameter(torch.zeros(2)) for i in range(200)}
+    sums, before = GradientSum(held, MICROBATCHES), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            sums.start([], {})
+            for tensor in held.values():
+                tensor.grad = torch.ones(2)
+            sums.complete()
+            with ThreadPoolExecutor(1) as pool:
+                taken = pool.submit(lambda: [sums.complete_sum(param) for param in held])
+                while not taken.done():
+                    assert sums.whole() == held_gradients(held)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_the_next_step_begins_with_whole_sums() -> None:

@@ -96,16 +96,16 @@ class GradientVersions:
         self._writes[storage] = writes
 
     def copied(self, parameter: torch.nn.Parameter) -> None:
-        """Take note that the gradient was copied."""
-        self._copied[parameter] = id(parameter.grad)
+        """Take note that the gradient was copied; from any thread."""
         storage, writes = self._state(parameter)
         self._writes.setdefault(storage, writes)
+        self._copied[parameter] = id(parameter.grad)  # last, for `check` in another thread
 
     def check(self) -> None:
         """Raises `ContractError` if a gradient was written after it had been copied."""
         if self._is_late or any(
             id(parameter.grad) != gradient or not self._is_as_written(parameter)
-            for parameter, gradient in self._copied.items()
+            for parameter, gradient in list(self._copied.items())
         ):
             raise ContractError(
                 "overlap",
