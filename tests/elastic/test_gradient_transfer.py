@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from resihp.elastic.process_groups.abortable import ProcessGroupFactory
 from resihp.elastic.process_groups.layout_groups import build_layout_groups
 from resihp.elastic.reshard.gradient_transfer import GradientTransfer
 from resihp.elastic.step import Engine, Setup
-from resihp.elastic.step.shard import initial_shard
-from resihp.layout import StateRange, moves, state_ranges
+from resihp.elastic.step.gradient_allreduce import GradientAllReduce
+from resihp.elastic.step.shard import Shard, initial_shard
+from resihp.layout import Param, StateRange, moves, state_ranges
 from tests.elastic.engine_job import ALONE, GRID, MICROBATCHES, OPTIMIZER, SHAPE, UNEVEN, batch
 from tests.elastic.threads import LIMIT, exchange_of, on_ranks
 
@@ -101,6 +104,39 @@ def test_sums_that_are_not_known_before_the_end_are_not_given(setting: dict[str,
         assert all(engine.sum_of(held) is not None for held in engine.shard.slices)
 
     on_ranks(GRID.ranks, work)
+
+
+def test_sums_are_put_together_while_another_thread_takes_more() -> None:
+    """Of a model whose parameters are made anew for each who asks."""
+    names, before = [f"p{i}" for i in range(300)], sys.getswitchinterval()
+    zeros, span = torch.zeros(2), (0, 2)
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            held = {Param(name, (2,)): zeros for name in names}
+            summing = GradientAllReduce.__new__(GradientAllReduce)
+            summing._given = {}
+            summing._shard = cast(
+                Shard,
+                SimpleNamespace(
+                    slices=dict.fromkeys((param, span) for param in held),
+                    ranges=dict.fromkeys(held, span),
+                ),
+            )
+
+            def take(given: dict[StateRange, torch.Tensor] = summing._given) -> None:
+                for name in names:
+                    given.setdefault((Param(name, (2,)), span), zeros)
+
+            with (
+                mock.patch.object(summing, "_whole", lambda held=held: held),
+                ThreadPoolExecutor(1) as pool,
+            ):
+                taken = pool.submit(take)
+                while not taken.done():
+                    assert len(summing.finish()) == len(names)
+    finally:
+        sys.setswitchinterval(before)
 
 
 class ScriptedEngine:

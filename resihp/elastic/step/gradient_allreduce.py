@@ -93,9 +93,8 @@ class GradientAllReduce:
     def finish(self) -> SummedGradients:
         """Return the whole gradients. Raises `PeerLostError`; the local sums stay as they were."""
         whole = self._whole()
-        return {
-            held: rows_of(whole, self._shard, held) for held in self._shard.slices
-        } | self._given
+        given = self._given.copy()  # another thread may be adding to it
+        return {held: rows_of(whole, self._shard, held) for held in self._shard.slices} | given
 
     def _whole(self) -> Gradients:
         """Return the whole gradients of all parameters held."""
