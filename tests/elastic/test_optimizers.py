@@ -124,6 +124,38 @@ def test_an_optimizer_that_writes_gradients_is_told() -> None:
         assert not Optimizer(kind, lr=0.1, maximize=True).form.writes_gradients
 
 
+@pytest.mark.parametrize("is_on_vectors", [True, False])
+def test_options_may_decide_whether_gradients_are_written(is_on_vectors: bool) -> None:
+    """They change nothing in what is kept."""
+
+    class Decaying(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for tensor in group["params"]:
+                    if group["weight_decay"]:
+                        tensor.grad.add_(tensor.detach(), alpha=group["weight_decay"])
+            return super().step(closure)
+
+    def options(param: Param) -> dict[str, float]:
+        return {"weight_decay": 0.1} if is_on_vectors == (len(param.shape) == 1) else {}
+
+    optimizer = Optimizer(Decaying, lr=0.1, options=options)
+    assert not optimizer.form.writes_gradients
+    initial_shard(MODELS["llama"], optimizer, _groups(ALONE, 0))
+    assert optimizer.form.writes_gradients
+
+
+def test_an_optimizer_that_writes_gradients_of_vectors_alone_is_told() -> None:
+    class Scaling(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for tensor in group["params"]:
+                    tensor.grad.mul_(2.0 if tensor.dim() == 1 else 1.0)
+            return super().step(closure)
+
+    assert Optimizer(Scaling, lr=0.1).form.writes_gradients
+
+
 def test_a_kernel_whose_result_depends_on_the_cut_is_refused() -> None:
     everywhere = Optimizer(torch.optim.AdamW, fused=True)
     some = {"layers.1.wq": {"fused": True}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -107,8 +108,11 @@ class Optimizer:
         def make(params: ParamsT) -> torch.optim.Optimizer:
             return self._make([{"params": list(params), **options}])
 
-        if find_state_spec(self._name, make) != self.form:
+        form = find_state_spec(self._name, make)
+        if form != self.form:
             raise ContractError("options", f"{dict(options)} change what {self._name} keeps")
+        if form.writes_gradients:
+            self.form = replace(self.form, writes_gradients=True)
         self._checked.add(_label(options))
 
     def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:

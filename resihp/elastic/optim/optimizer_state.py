@@ -29,14 +29,14 @@ class OptimizerStateSpec:
     rest     entries other than moments (scalars and None), with values to be replaced
     eager    True if all state exists before the first update
     writes_gradients
-             True if an update leaves other gradients behind
+             True if an update leaves other gradients behind; options may differ in it
     """
 
     moments: tuple[str, ...]
     scalars: tuple[str, ...]
     rest: Mapping[str, object] = field(compare=False)
     eager: bool
-    writes_gradients: bool = False
+    writes_gradients: bool = field(default=False, compare=False)
 
     def fill(
         self,
@@ -66,7 +66,7 @@ def find_state_spec(name: str, make: Make) -> OptimizerStateSpec:
     vector = _tried(name, make, (6,))
     if matrix != vector:
         raise _refusal(name, "it keeps other state for vectors than for matrices")
-    return matrix
+    return replace(matrix, writes_gradients=matrix.writes_gradients or vector.writes_gradients)
 
 
 def _tried(name: str, make: Make, shape: tuple[int, ...]) -> OptimizerStateSpec:
