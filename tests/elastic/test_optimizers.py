@@ -6,6 +6,7 @@ import dataclasses
 import random
 from functools import cache
 from math import nan
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from resihp.elastic.optim import (
 )
 from resihp.elastic.process_groups.abortable import AbortableProcessGroup
 from resihp.elastic.process_groups.layout_groups import LayoutGroups
+from resihp.elastic.reshard.buffers import PendingShard, ShardAllocator, Spill
 from resihp.elastic.step.shard import Shard, build_shard, initial_shard, rows
 from resihp.layout import Param, Range, moves
 from tests.test_layout import layouts
@@ -154,6 +156,52 @@ def test_an_optimizer_that_writes_gradients_of_vectors_alone_is_told() -> None:
             return super().step(closure)
 
     assert Optimizer(Scaling, lr=0.1).form.writes_gradients
+
+
+class Renewing(torch.optim.Optimizer):
+    """Makes new tensors instead of writing into those that it has."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                before = self.state[tensor].get("mean", torch.zeros_like(tensor))
+                self.state[tensor]["mean"] = 0.9 * before + tensor.grad
+                tensor.data = tensor - group["lr"] * self.state[tensor]["mean"]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "renewing"])
+def test_what_was_received_is_updated_like_what_trains(name: str, tmp_path: Path) -> None:
+    """To the last bit, of which the state of some parameters is in files."""
+    optimizer = OPTIMIZERS.get(name) or Optimizer(Renewing, rate=warmup(9))
+    model, chosen = MODELS["llama"], torch.Generator().manual_seed(0)
+    parameters = model.parameters
+    old = initial_shard(model, optimizer, _groups(ALONE, 0))
+    some = {held for held in old.slices if "layers.2" not in held[0].key}
+    allocator = ShardAllocator(Spill(parameters.all[:5]), tmp_path)
+    new = build_shard(model, optimizer, _groups(ALONE, 0), allot=allocator.allot)
+    gradients = {held: torch.zeros_like(tensor) for held, tensor in new.slices.items()}
+    pending = PendingShard(new, allocator, gradients)
+    for step in range(6):
+        if step == 3:
+            for held in old.slices:
+                for source, target in zip(old.state(held), pending.state(held), strict=True):
+                    target.copy_(source)
+        for held, tensor in old.slices.items():
+            gradients[held].copy_(torch.randn(tensor.shape, generator=chosen))
+            tensor.grad = gradients[held].clone()
+        scalars = old.scalars()
+        optimizer.set_rate(old.optimizer, step)
+        old.optimizer.step()
+        if step >= 3:
+            new.set_scalars(scalars, step)
+            pending.update(parameters, {param for param, _ in some}, step)
+    for held in old.slices:
+        is_same = all(map(torch.equal, old.state(held), new.state(held)))
+        assert is_same == (held in some), held
 
 
 def test_a_kernel_whose_result_depends_on_the_cut_is_refused() -> None:

@@ -332,11 +332,16 @@ class PendingShard:
             parameters, [(param, one) for (param, _), one in tensors.items()]
         )
         for held, tensor in tensors.items():
-            moments = dict(zip(settings.form.moments, received[held][1:], strict=True))
-            optimizer.state[tensor] = state[self.shard.slices[held]] | moments
+            before = dict(zip(settings.form.moments, received[held][1:], strict=True))
+            optimizer.state[tensor] = state[self.shard.slices[held]] | before
             tensor.grad = self.gradients[held]
         settings.set_rate(optimizer, step)
         optimizer.step()
+        for held, tensor in tensors.items():
+            moments = (optimizer.state[tensor][name] for name in settings.form.moments)
+            for target, made in zip(received[held], (tensor.data, *moments), strict=True):
+                if made.data_ptr() != target.data_ptr():  # made anew, not in place
+                    target.copy_(made)
 
 
 def unshared(shard: Shard, old: Shard | None) -> Mapping[StateRange, torch.Tensor]:
