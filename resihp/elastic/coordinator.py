@@ -108,8 +108,13 @@ class ReshardCoordinator:
 
     @property
     def is_transferring(self) -> bool:
-        """True when the next generation is to be committed before the update of this step."""
+        """True when state is on its way to the next generation."""
         return self._transfer is not None
+
+    @property
+    def commits_next(self) -> bool:
+        """True when the next generation is to be committed before the update of this step."""
+        return self._transfer is not None and self._transfer.is_last_step
 
     @property
     def is_ending(self) -> bool:
@@ -170,10 +175,10 @@ class ReshardCoordinator:
         """
         return self._transfer is not None and self._transfer.end_step()
 
-    def continue_transfer(self) -> None:
+    def continue_transfer(self, pace: CopyPace) -> None:
         """After an update: copy on beside the next step, if there is more."""
         if self._transfer is not None:
-            self._transfer.start(self._state.completed)
+            self._transfer.start(self._state.completed, pace)
 
     def poll_idle(self) -> bool:
         """On an idle rank: follow the others; returns whether it is to `reshard` now."""

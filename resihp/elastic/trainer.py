@@ -307,7 +307,7 @@ class Trainer:
             coordinator.reshard(norm=reduced.norm)
         state.enter(Phase.IDLE if self.engine is None else Phase.UPDATING)
         coordinator.update(step, reduced.norm)
-        coordinator.continue_transfer()
+        coordinator.continue_transfer(self._pace())
         if reduced.is_due:
             # Ranks that have just received a place do not know that it is due.
             self._is_owed = is_resharding
@@ -370,7 +370,7 @@ class Trainer:
         Where the whole job ends, it ends with that step, if there is time.
         """
         departure, coordinator = self._departure, self._coordinator
-        if departure is None or coordinator.is_transferring or coordinator.is_ending:
+        if departure is None or coordinator.commits_next or coordinator.is_ending:
             return
         left_s = departure.until_s - time.monotonic()
         if departure.ends(time.monotonic(), self._cost()) and not self._rendezvous.is_stopping():
@@ -383,7 +383,7 @@ class Trainer:
         return self._meter.cost(held * self.setup.optimizer.copies)
 
     def _pace(self) -> CopyPace:
-        """Pace of a copy that begins now: it ends before the last step, or this rank leaves."""
+        """Pace of a copy from now on: it ends before the last step, or this rank leaves."""
         most = 1 if self._departure is not None else self._steps - 1 - self.completed
         return CopyPace(step_s=self._meter.step_s, most_steps=most)
 

@@ -19,6 +19,7 @@ from resihp.elastic.process_groups.communicators import at_once
 from resihp.elastic.process_groups.staged import DeviceCopies, StagedGroup
 from resihp.elastic.reshard.build import Generation
 from resihp.elastic.reshard.device_memory import CudaIpc
+from resihp.elastic.reshard.spreading import CopyPace
 from resihp.elastic.reshard.transfer import StateTransfer
 from resihp.layout import Parameters
 from tests.elastic.engine_job import ALONE, plan
@@ -46,7 +47,9 @@ def prepare() -> None:
 
 def transfer() -> None:
     generation: Any = SimpleNamespace(links={}, pending=None, planned=())
-    StateTransfer(CONTEXT, generation, None, plan(0, ALONE), 0, on_transfer=lambda _: None).start(0)
+    StateTransfer(CONTEXT, generation, None, plan(0, ALONE), 0, on_transfer=lambda _: None).start(
+        0, CopyPace()
+    )
 
 
 def stage() -> None:

@@ -22,6 +22,7 @@ from resihp.elastic.trainer import Trainer
 from tests.elastic.engine_job import (
     ALONE,
     GRID,
+    SHIFTED,
     TIMEOUTS,
     Case,
     Fault,
@@ -151,6 +152,32 @@ def test_a_rank_without_time_for_a_hand_over_is_lost_between_two_steps(
     assert "too soon for a hand-over" in outcome.logs
     assert_same_losses(outcome, alone)
     assert {tuple(s["lost"]) for s in outcome.switches} == {(5,)}, outcome.logs
+
+
+def test_a_notice_ends_a_copy_that_is_spread_over_steps(alone: Outcome, tmp_path: Path) -> None:
+    """Soon instead of after six; then the rank hands over as at other times."""
+    plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
+    warned = ((5, signal.SIGTERM, 1),)
+    case = Case(GRID, STEPS, plans, warned=warned, window_s=120.0, copy_steps=6, awaited=101)
+    outcome = run(case, tmp_path, timeout_s=300)
+    assert set(outcome.exit_codes.values()) == {0}, outcome.logs
+    assert_same_losses(outcome, alone)
+    found = {(s["version"], s["copy_steps"], tuple(s["lost"])) for s in outcome.switches}
+    assert found == {(1, 4, ()), (101, 1, ())}, outcome.logs
+    assert 5 not in outcome.shards
+
+
+def test_a_rank_without_time_for_the_rest_of_a_copy_is_lost_between_two_steps(
+    alone: Outcome, tmp_path: Path
+) -> None:
+    plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
+    warned = ((5, signal.SIGTERM, 2),)
+    case = Case(GRID, STEPS, plans, warned=warned, window_s=0.5, copy_steps=5)
+    outcome = run(case, tmp_path, timeout_s=300)
+    assert {r for r, code in outcome.exit_codes.items() if code != 0} == {5}, outcome.logs
+    assert "too soon for a hand-over" in outcome.logs
+    assert_same_losses(outcome, alone)
+    assert {(s["version"], tuple(s["lost"])) for s in outcome.switches} == {(100, (5,))}
 
 
 def test_training_outlives_the_store(alone: Outcome, tmp_path: Path) -> None:

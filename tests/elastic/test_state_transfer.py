@@ -15,6 +15,7 @@ from resihp.contracts import Plan
 from resihp.elastic.reshard import transfer
 from resihp.elastic.reshard.buffers import ReshardBudget
 from resihp.elastic.reshard.build import Generation, ReshardContext
+from resihp.elastic.reshard.spreading import CopyPace
 from resihp.elastic.reshard.transfer import StateTransfer
 from resihp.elastic.step import Setup
 from tests.elastic.engine_job import ALONE, MICROBATCHES
@@ -66,7 +67,7 @@ def test_state_is_copied_where_priorities_cannot_be_set(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "setpriority", refuse)
     copying = transfer_of(told)
-    copying.start(0)
+    copying.start(0, CopyPace())
     copying.finish()
     assert copying.completed == COMPLETED
 
@@ -85,7 +86,7 @@ def test_state_is_on_the_device_before_it_counts_as_copied(monkeypatch: pytest.M
 
     monkeypatch.setattr(transfer, "finish_own_work", finish)
     copying = transfer_of(copy)
-    copying.start(0)
+    copying.start(0, CopyPace())
     copying.finish()
     assert done == ["copied", "copied", "resihp-transfer finished"]
 
@@ -96,6 +97,6 @@ def test_a_copy_that_ended_before_its_time_fails_the_change() -> None:
         raise SystemExit
 
     copying = transfer_of(end_thread)
-    copying.start(0)
+    copying.start(0, CopyPace())
     with pytest.raises(RuntimeError, match="before its time"):
         copying.finish()

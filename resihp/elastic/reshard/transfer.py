@@ -119,13 +119,14 @@ class StateTransfer:
         """State held in files instead."""
         return self._new.allocator.spilled_bytes if self._new is not None else 0
 
-    def start(self, completed: int, pace: CopyPace | None = None) -> None:
+    def start(self, completed: int, pace: CopyPace) -> None:
         """Copy state in the background, in the end gradients as well, as they become whole.
 
         completed  steps by now
-        pace       of this rank before the first step; the time of the copy is added
+        pace       of this rank; the time of the copy is added. If a rank has a single step left
+                   for it, the rest of a copy is made in the step that follows this one
         """
-        self._known, self._pace, self._is_done = completed, pace or self._pace, False
+        self._known, self._pace, self._is_done = completed, pace, False
         self._begun += 1
         # Created here: a thread that is never started would keep the state alive in a cycle.
         self._thread = threading.Thread(target=self._run, name="resihp-transfer", daemon=True)
@@ -137,13 +138,18 @@ class StateTransfer:
         if self._thread is not None:
             self._thread.join()
 
+    @property
+    def is_last_step(self) -> bool:
+        """True if the copy ends with the step that has begun, as far as is known by now."""
+        return self._begun >= len(self._segments)
+
     def end_step(self) -> bool:
         """Wait for what is copied beside a step; True if `finish` comes next, before the update.
 
         Raises `PeerLostError` if a peer is lost.
         """
         self._is_spread.wait()
-        if self._begun >= len(self._segments) or self._error is not None:
+        if self.is_last_step or self._error is not None:
             return True
         self._await_thread()
         assert self._engine is not None
@@ -269,7 +275,9 @@ class StateTransfer:
         self._done += 1
         if not self._is_copied:
             # Sources change with the update of the step: all have been read.
-            generation.transit.all_reduce(torch.zeros(1, device=generation.transit.device))
+            has_to_end = torch.tensor([float(self._pace.most_steps <= 1)])
+            if generation.transit.all_reduce_max(has_to_end.to(generation.transit.device)).item():
+                self._segments[self._done :] = [set().union(*self._segments[self._done :])]
             self._kept = {}
         self.copied_s += time.perf_counter() - start
 
