@@ -84,11 +84,21 @@ Copier(torch.device("cpu")).start(Filling())
 assert begun.wait(300)
 """
 
+RELEASING = """
+from types import SimpleNamespace
+import torch
+from resihp.elastic.coordinator import ReshardCoordinator
+
+cpu = SimpleNamespace(setup=SimpleNamespace(device=torch.device("cpu")))
+ReshardCoordinator._release(SimpleNamespace(_context=cpu), SimpleNamespace(release=in_torch))
+assert begun.wait(300)
+"""
+
 
 @pytest.mark.parametrize(
     "doing",
-    [DISPOSING, ASKING, MOVING_PAGES, COPYING],
-    ids=["disposing", "asking", "moving pages", "copying"],
+    [DISPOSING, ASKING, MOVING_PAGES, COPYING, RELEASING],
+    ids=["disposing", "asking", "moving pages", "copying", "releasing"],
 )
 def test_a_thread_in_torch_does_not_abort_a_process_that_ends(doing: str) -> None:
     """The interpreter takes long to end, so that the thread comes out of torch meanwhile."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from resihp._shutdown import start_thread
 from resihp.contracts import ContractError, Plan
 
 from .checkpointing.protocol import StateManager
@@ -311,7 +312,9 @@ class ReshardCoordinator:
     def _release(self, engine: Engine) -> None:
         """Free the state of an engine, on the CPU beside the update, since it takes as long."""
         if self._context.setup.device.type == "cpu":
-            threading.Thread(target=engine.release, name="resihp-release", daemon=True).start()
+            start_thread(
+                threading.Thread(target=engine.release, name="resihp-release", daemon=True)
+            )
         else:
             engine.release()
 
