@@ -311,6 +311,7 @@ def run_rank(rank: int, host: str, port: int, case: Case, folder: Path) -> None:
             "spilled": switch.spilled_bytes,
             "rewound": switch.is_rewound,
             "copy_steps": switch.copy_steps,
+            "copy_ms": switch.copy_ms,
             **(held() if case.counts else {}),
         }
         events.write(json.dumps(event) + "\n")

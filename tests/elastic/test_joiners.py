@@ -70,6 +70,18 @@ def test_a_standby_takes_the_place_of_a_slow_rank(alone: Outcome, tmp_path: Path
     assert 1 not in outcome.shards
 
 
+def test_a_joiner_does_not_count_the_steps_of_others_as_time_of_its_copy(
+    alone: Outcome, tmp_path: Path
+) -> None:
+    """By it a rank judges how long a hand-over takes."""
+    case = Case(FIRST, STEPS, joiners=(8,), welcome=(plan(1, REPLACED),), awaited=1)
+    outcome = run(replace(case, copy_steps=2, step_s=2.0), tmp_path, timeout_s=300)
+    assert_same_losses(outcome, alone)
+    (own,) = (s for s in outcome.switches if s["rank"] == 8)
+    assert own["copy_steps"] == 2, outcome.logs
+    assert own["copy_ms"] < 1000.0
+
+
 def deterministic_on_rank_8() -> Setup:
     return replace(small_setup(), deterministic=os.environ["RANK"] == "8")
 

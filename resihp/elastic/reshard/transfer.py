@@ -242,8 +242,7 @@ class StateTransfer:
 
     def _copy_segment(self) -> None:
         """Copy the next part of parameters and moments, and the replicated state."""
-        start, old, new = time.perf_counter(), self._old, self._new
-        generation, setup = self._generation, self._setup
+        old, new, generation, setup = self._old, self._new, self._generation, self._setup
         assert generation.transit is not None
         if not self._segments:
             self._segments = self._spread(generation.transit)
@@ -258,7 +257,7 @@ class StateTransfer:
             new=new.shard if new is not None else None,
             source=generation.source,
         )
-        segment = self._segments[self._done]
+        start, segment = time.perf_counter(), self._segments[self._done]
         for param, held, due in held_apart(old, new):
             if param in segment:
                 assert old is not None
@@ -271,6 +270,7 @@ class StateTransfer:
         copies = 1 if is_new else setup.optimizer.copies
         planned = [move for move in generation.planned if move.param in segment]
         self.received_bytes += self._exchange.run(planned, copies, view_of(old), view_of(new))
+        self.copied_s += time.perf_counter() - start
         self._copied |= segment
         self._done += 1
         if not self._is_copied:
@@ -279,7 +279,6 @@ class StateTransfer:
             if generation.transit.all_reduce_max(has_to_end.to(generation.transit.device)).item():
                 self._segments[self._done :] = [set().union(*self._segments[self._done :])]
             self._kept = {}
-        self.copied_s += time.perf_counter() - start
 
     def _spread(self, group: AbortableProcessGroup) -> list[set[Param]]:
         """Agree with all ranks on the parameters that are copied beside each step.
