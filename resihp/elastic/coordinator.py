@@ -181,6 +181,14 @@ class ReshardCoordinator:
         if self._transfer is not None:
             self._transfer.start(self._state.completed, pace)
 
+    def stop_transfer(self) -> None:
+        """After a failure: let no thread write to state that both generations share any more.
+
+        From the vote on none does, and the generation may still be committed.
+        """
+        if self._transfer is not None and self._state.in_doubt is None:
+            self._transfer.stop()
+
     def poll_idle(self) -> bool:
         """On an idle rank: follow the others; returns whether it is to `reshard` now."""
         self.poll_proposal()

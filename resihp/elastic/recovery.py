@@ -49,6 +49,7 @@ class Recovery:
         _log.warning("rank %d: %s", rendezvous.rank, reason)
         rendezvous.request_recovery(reason, self._abandoned())
         self._coordinator.abort_groups()
+        self._coordinator.stop_transfer()
         decision = agree(rendezvous, self._report(), state.plan.microbatches)
         self._settle(decision)
         if decision.completed >= steps and self._setup.optimizer_replicas is None:
