@@ -28,6 +28,7 @@ from resihp.elastic.rendezvous.membership import Rendezvous
 from resihp.elastic.rendezvous.store import Timeouts, connect
 from resihp.elastic.reshard import build
 from resihp.elastic.reshard.buffers import ReshardBudget
+from resihp.elastic.reshard.gradient_transfer import GradientTransfer
 from resihp.elastic.reshard.spreading import CopyPace
 from resihp.elastic.reshard.transfer import StateTransfer
 from resihp.elastic.state.events import Callbacks, LayoutChange
@@ -157,13 +158,17 @@ def through_link(shape: ModelShape, change: Change, way: Way) -> dict[str, float
 def copying_steps(shape: ModelShape, change: Change, changes: int) -> list[dict[str, float]]:
     """Milliseconds of steps of one job that changes its layout so many times, to the new one and
     back: for each change the `copying` step, one of the usual steps of that layout (`another`), and
-    the median of the others (`usual`); and the processor time of the copy, on all ranks."""
+    the median of the others (`usual`); and the processor time of copy and gradients, on all ranks.
+    """
     _, told = _told(shape, change, changes, Way())
     ms = _longest([one["steps"] for one in told])
-    copies = zip(*(one["copy_ms"] for one in told), strict=True)
+    copies, gradients = (
+        [sum(of_ranks) for of_ranks in zip(*(one[key] for one in told), strict=True)]
+        for key in ("copy_ms", "gradient_ms")
+    )
     return [
-        {**_copying_step(ms, SWITCHES_BEFORE * number), "processor": sum(copy)}
-        for number, copy in enumerate(copies, 1)
+        {**_copying_step(ms, SWITCHES_BEFORE * number), "copy": copy, "gradients": moved}
+        for number, (copy, moved) in enumerate(zip(copies, gradients, strict=True), 1)
     ]
 
 
@@ -229,14 +234,22 @@ def run_rank(
     os.environ["NCCL_HOSTID"] = f"rank{rank}"  # else it refuses ranks that share a device
     timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
     steps: list[tuple[int, float]] = []
-    processor_ms, copy_ms = list[float](), list[float]()
+    processor_ms, copy_ms, gradient_ms = list[float](), list[float](), list[float]()
     begun = paused_ms = 0.0
     watch = MemoryWatch()
 
-    def copy_state(transfer: StateTransfer, copy: Any = StateTransfer._copy_segment) -> None:
+    def timed(work: Any, told: list[float], *arguments: Any) -> None:
         start = time.thread_time()
-        copy(transfer)
-        copy_ms.append((time.thread_time() - start) * 1e3)
+        work(*arguments)
+        told.append((time.thread_time() - start) * 1e3)
+
+    def copy_state(transfer: StateTransfer, copy: Any = StateTransfer._copy_segment) -> None:
+        timed(copy, copy_ms, transfer)
+
+    def move_gradients(
+        moving: GradientTransfer, over: Any, run: Any = GradientTransfer.run
+    ) -> None:
+        timed(run, gradient_ms, moving, over)
 
     def on_phase(phase: Phase, completed: int) -> None:
         nonlocal begun
@@ -271,12 +284,17 @@ def run_rank(
     )
     watch.start()
     more = MOST_STEPS if way.link_mbs is not None else 0
-    with way.taken(), mock.patch.object(StateTransfer, "_copy_segment", copy_state):
+    with (
+        way.taken(),
+        mock.patch.object(StateTransfer, "_copy_segment", copy_state),
+        mock.patch.object(GradientTransfer, "run", move_gradients),
+    ):
         trainer.run(SWITCHES_BEFORE * changes + STEPS_AFTER + more)
     told = {
         "steps": steps,
         "processor_ms": processor_ms,
         "copy_ms": copy_ms,
+        "gradient_ms": gradient_ms,
         "extra_bytes": watch.stop(),
     }
     (folder / f"steps-{rank}.json").write_text(json.dumps(told))

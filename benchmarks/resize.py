@@ -6,7 +6,7 @@ Lower bound of the bytes: parameters and moments of the ranges that a rank lacks
 are copied before the step's update, the gradients of the same ranges.
 With `--copying N` only the duration of those steps, in N changes there and back of one job, beside
 that of a usual step just before, which has no copy, each over the median of the others before it;
-and the processor time of the copy itself, on all ranks.
+and the processor time of the copy itself, and of moving the gradients, on all ranks.
 With `--link-mbs N` only the pause where ranks exchange through sockets, from which each takes N MB
 a second (emulated: its thread sleeps): with the copy spread over as many steps as it needs, and at
 once.
@@ -70,7 +70,14 @@ COLUMNS = (
 )
 COPYING = (
     *("model", "change", "changes", "usual ms"),
-    *("copying", "its quartiles", "another", "quartiles of that", "copy, processor ms"),
+    *(
+        "copying",
+        "its quartiles",
+        "another",
+        "quartiles of that",
+        "copy, processor ms",
+        "gradients",
+    ),
 )
 LINK = (
     *("model", "change", "MB/s", "MB of one rank", "usual step ms", "steps of the copy"),
@@ -223,7 +230,10 @@ def copying(size: str, change: Change, changes: int) -> Iterator[list[Any]]:
         row: list[Any] = [f"{_numel(size) / 1e6:.0f}M", way, len(some), round(usual)]
         for step in ("copying", "another"):
             row += _quartiles([one[step] / one["usual"] for one in some])
-        yield [*row, round(statistics.median(one["processor"] for one in some))]
+        yield [
+            *row,
+            *(round(statistics.median(one[k] for one in some)) for k in ("copy", "gradients")),
+        ]
 
 
 def link(size: str, change: Change, mbs: float) -> list[Any]:

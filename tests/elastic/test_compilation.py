@@ -44,7 +44,7 @@ def longer(step: int, index: int) -> Packed:
     return Packed(tokens, targets, (5, len(tokens) - 5))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["llama with options", "gpt2", "mixture"])
 def test_compiled_parts_compute_what_eager_ones_do(kind: str) -> None:
     plan = Plan(version=0, layout=ALONE, quotas=(MICROBATCHES,))
     alone, compiled = (
