@@ -24,7 +24,7 @@ def held() -> dict[str, Any]:
     Waits until the generations that were let go are gone, so that it counts the present one alone.
     """
     for thread in threading.enumerate():
-        if thread.name == "resihp-close":
+        if thread.name in ("resihp-close", "resihp-release"):
             thread.join(LIMIT_S)
     return {
         "threads": dict(Counter(_threads())),
