@@ -69,6 +69,57 @@ def test_a_token_sees_its_document_and_window(
         torch.testing.assert_close(one.grad, gradient)
 
 
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """As `torch.nn.attention.varlen.varlen_attn` documents itself, by a mask."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    lengths = cu_seq_q.diff()
+    assert max_q == max_k == int(lengths.max())
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = torch.arange(len(query))
+    behind, (left, right) = position[:, None] - position, window_size
+    seen = (document[:, None] == document) & (behind >= -right)
+    seen &= (behind <= left) | (left == -1)
+    out = scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (query, key, value)), attn_mask=seen, enable_gqa=enable_gqa
+    )
+    return out.transpose(0, 1)
+
+
+@pytest.mark.parametrize("seq_lens", [(1, 7, 42), (25, 25)])
+@pytest.mark.parametrize("window", [None, 1, 7, 25, 50])
+def test_all_documents_at_once_where_torch_has_a_kernel_for_them(
+    seq_lens: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = attend(*inputs(50), seq_lens, window=window)
+    monkeypatch.setattr(decoder, "_takes_packed", lambda _: True)
+    monkeypatch.setattr(decoder, "_packed_attention", lambda: packed_attention)
+    torch.testing.assert_close(attend(*inputs(50), seq_lens, window=window), expected)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_torchs_own_kernel_is_called_as_it_wants(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a device: what checks its arguments, and computes nothing."""
+    if decoder._packed_attention() is None:
+        pytest.skip("this torch has none with windows and grouped heads")
+    monkeypatch.setattr(decoder, "_takes_packed", lambda _: True)
+    meta = (x.detach().to("meta", torch.bfloat16) for x in inputs(50))
+    assert attend(*meta, (20, 30), window=window).shape == (50, HEADS, WIDTH)
+
+
 @pytest.mark.parametrize(
     ("dtype", "window", "grouped"),
     [

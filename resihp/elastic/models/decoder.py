@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Protocol, cast
 
 import torch
 from torch import nn
+from torch.backends import cuda
 from torch.nn import functional
 
 from resihp.contracts import ModelShape
 from resihp.layout import Param, Range
 
-from .base import Packed, Part
+from .base import Packed, Part, on_device
 
 Entry = tuple[str, tuple[int, ...], int | None, int]
 """Name within the layer, unsharded shape, dimension that is split, unit."""
@@ -95,8 +99,18 @@ def attend(
 ) -> torch.Tensor:
     """Attention of N query heads over K key/value heads, [T, N, H]; N is a multiple of K.
 
-    A token attends to itself and what precedes it in its document, at most `window` tokens.
+    A token attends to itself and what precedes it in its document, at most `window` tokens. All
+    documents at once where torch has a kernel for that, else one after the other.
     """
+    packed = _packed_attention() if len(seq_lens) > 1 and _takes_packed(q_TNH) else None
+    if packed is not None:
+        ends, longest = _ends(seq_lens, q_TNH.device), max(seq_lens)
+        is_grouped, before = q_TNH.shape[1] != k_TKH.shape[1], -1 if window is None else window - 1
+        return packed(
+            *(q_TNH, k_TKH, v_TKH, ends, ends, longest, longest),
+            window_size=(before, 0),
+            enable_gqa=is_grouped,
+        )
     per_document = [
         _attend_in_document(*(x.transpose(0, 1).unsqueeze(0) for x in qkv), window=window)
         for qkv in zip(
@@ -105,6 +119,38 @@ def attend(
     ]
     out_TNH = [out_1NLH.squeeze(0).transpose(0, 1) for out_1NLH in per_document]
     return out_TNH[0] if len(out_TNH) == 1 else torch.cat(out_TNH)
+
+
+@cache
+def _packed_attention() -> Callable[..., torch.Tensor] | None:
+    """Return torch's attention over packed documents, if it knows windows and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    is_known = known.keys() >= {"window_size", "enable_gqa"}
+    return cast(Callable[..., torch.Tensor], varlen_attn) if is_known else None
+
+
+def _takes_packed(q_TNH: torch.Tensor) -> bool:
+    """True if flash attention, which alone takes packed documents, is there for these heads.
+
+    It is disabled where attention is to repeat its bits.
+    """
+    if q_TNH.device.type != "cuda" or q_TNH.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    heads, head_dim = q_TNH.shape[1:]
+    is_there = cuda.flash_sdp_enabled() and cuda.is_flash_attention_available()
+    is_new = torch.cuda.get_device_capability(q_TNH.device) >= (8, 0)
+    return is_there and is_new and heads > 0 and head_dim % 8 == 0 and head_dim <= 256
+
+
+@lru_cache(maxsize=16)  # as tables of rotary positions
+def _ends(seq_lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return where documents begin and end among the tokens, [documents + 1], int32."""
+    ends = torch.tensor([0, *accumulate(seq_lens)], dtype=torch.int32)
+    return on_device(ends, device)
 
 
 def _attend_in_document(
