@@ -16,7 +16,7 @@ from ..step.shard import copy_shared_rows
 from .buffers import PendingShard, held_apart
 from .exchange import GradientParts, TensorExchange, view_of
 
-_POLL_S = 0.002
+_POLL_S = 0.005
 _LONGEST_WAIT_S = 0.05
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -95,6 +96,7 @@ class StateTransfer:
         self._error: Exception | None = None
         self._is_done = False
         self._thread: threading.Thread | None = None
+        self._second: threading.Thread | None = None
 
     @property
     def gradient_bytes(self) -> int:
@@ -131,12 +133,16 @@ class StateTransfer:
         # Created here: a thread that is never started would keep the state alive in a cycle.
         self._thread = threading.Thread(target=self._run, name="resihp-transfer", daemon=True)
         self._thread.start()
+        if self._is_early:  # by a thread that is not as nice: training soon waits for them
+            self._second = threading.Thread(
+                target=self._run_gradients, name="resihp-gradients", daemon=True
+            )
+            self._second.start()
 
     def stop(self) -> None:
         """Abort; no state is read or written afterwards."""
         self._generation.cancelled.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
 
     @property
     def is_last_step(self) -> bool:
@@ -218,27 +224,46 @@ class StateTransfer:
         """Wait for what was started; raise what has kept this rank from it."""
         if self._thread is None:
             return
-        self._thread.join()
+        self._join()
         if self._error is not None:
             raise self._error
         if not self._is_done:
             raise RuntimeError("the transfer of state has ended before its time")
 
+    def _join(self) -> None:
+        for thread in (self._thread, self._second):
+            if thread is not None:
+                thread.join()
+
     def _run(self) -> None:
         try:
-            use_device(self._setup.device)
-            lower_priority(_NICENESS)
-            self._copy_segment()
-            finish_own_work(self._setup.device)  # training's stream may be another one
-            if self._is_copied and self._is_early:
-                self._gradients.run(self._generation.cancelled)
-            self._is_done = True
-        except PeerLostError as error:
-            self._error = PeerLostError(str(error))  # the traceback would keep the state
-        except Exception as error:  # noqa: BLE001 - raised by `finish`
-            self._error = error
+            with self._keeping_error():
+                use_device(self._setup.device)
+                lower_priority(_NICENESS)
+                self._copy_segment()
+                finish_own_work(self._setup.device)  # training's stream may be another one
+                self._is_done = True
         finally:
             self._is_spread.set()
+
+    def _run_gradients(self) -> None:
+        assert self._thread is not None
+        self._thread.join()
+        if self._is_done and self._is_copied:
+            self._is_done = False
+            with self._keeping_error():
+                self._gradients.run(self._generation.cancelled)
+                self._is_done = True
+
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        """Keep what a thread raises for `finish`."""
+        try:
+            yield
+        except PeerLostError as error:
+            self._error = PeerLostError(str(error))  # the traceback would keep the state
+        except Exception as error:  # noqa: BLE001
+            self._error = error
 
     def _copy_segment(self) -> None:
         """Copy the next part of parameters and moments, and the replicated state."""
