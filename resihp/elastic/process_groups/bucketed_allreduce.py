@@ -126,6 +126,19 @@ class GradientVersions:
         return local.untyped_storage()._cdata, local._version
 
 
+@contextmanager
+def calling_behind_gradients(
+    parameters: Iterable[torch.nn.Parameter], call: Callable[[torch.nn.Parameter], None]
+) -> Iterator[None]:
+    """Call `call` whenever an enclosed backward pass has added to the gradient of a parameter."""
+    hooks = [one.register_post_accumulate_grad_hook(call) for one in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:  # the next generation may share the parameters
+            hook.remove()
+
+
 Holders = Callable[[GradientSlice], Sequence[int]]
 """The ranks that get the sum of a slice; the first of them makes it."""
 
@@ -311,12 +324,8 @@ class BucketedAllReduce:
         for bucket in (bucket for queue in self._queues for bucket in queue):
             added = {one.parameter for one in bucket.slices} & adds_to
             bucket.missing = {parameter: passes(parameter) for parameter in added}
-        hooks = [one.register_post_accumulate_grad_hook(self._completed) for one in adds_to]
-        try:
+        with calling_behind_gradients(adds_to, self._completed):
             yield
-        finally:
-            for hook in hooks:  # the next generation may share the parameters
-                hook.remove()
 
     def start(self) -> None:
         """Start what has not been started."""

@@ -96,7 +96,7 @@ class StateTransfer:
         self._error: Exception | None = None
         self._is_done = False
         self._thread: threading.Thread | None = None
-        self._second: threading.Thread | None = None
+        self._gradient_thread: threading.Thread | None = None
 
     @property
     def gradient_bytes(self) -> int:
@@ -134,10 +134,10 @@ class StateTransfer:
         self._thread = threading.Thread(target=self._run, name="resihp-transfer", daemon=True)
         self._thread.start()
         if self._is_early:  # by a thread that is not as nice: training soon waits for them
-            self._second = threading.Thread(
+            self._gradient_thread = threading.Thread(
                 target=self._run_gradients, name="resihp-gradients", daemon=True
             )
-            self._second.start()
+            self._gradient_thread.start()
 
     def stop(self) -> None:
         """Abort; no state is read or written afterwards."""
@@ -208,7 +208,7 @@ class StateTransfer:
         """Return whether gradients move before all of them are whole: alike on all ranks.
 
         They are not known before the end of a step where sums are ordered or scattered, and may
-        change until then where replicas claim microbatches. A device moves them in no time.
+        change until then where replicas claim microbatches. Devices copy quickly in the pause.
         """
         setup, dp = self._setup, self._before.layout.dp
         is_ordered = setup.deterministic or setup.state_copies is not None
@@ -231,7 +231,7 @@ class StateTransfer:
             raise RuntimeError("the transfer of state has ended before its time")
 
     def _join(self) -> None:
-        for thread in (self._thread, self._second):
+        for thread in (self._thread, self._gradient_thread):
             if thread is not None:
                 thread.join()
 

@@ -14,7 +14,7 @@ from resihp.layout import Param
 from ..microbatches.assignment import Assignment
 from ..microbatches.ledger import Spans, spans
 from ..microbatches.tree_sum import Node, put
-from ..process_groups.bucketed_allreduce import GradientVersions
+from ..process_groups.bucketed_allreduce import GradientVersions, calling_behind_gradients
 
 Gradients = dict[Param, torch.Tensor]
 """By parameter, each with the range that the rank holds."""
@@ -83,12 +83,8 @@ class GradientSum:
             self._complete |= {param_of[tensor]}
 
         self._complete = frozenset(self._tensors.keys() - params)
-        hooks = [tensor.register_post_accumulate_grad_hook(added) for tensor in param_of]
-        try:
+        with calling_behind_gradients(param_of, added):
             yield
-        finally:
-            for hook in hooks:  # the next generation may share the parameters
-                hook.remove()
 
     def complete(self) -> None:
         """Take note that nothing more is added in this step."""
