@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -86,6 +87,37 @@ def test_our_launcher_keeps_a_job_alive_that_loses_a_rank(tmp_path: Path) -> Non
     assert "rank 3 ended with -9" in done.stderr
     assert f"rank 0 completed {STEPS}" in done.stdout, done.stderr
     assert "rank 3 completed" not in done.stdout
+
+
+@pytest.mark.parametrize("given", [{}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}])
+def test_memory_of_ranks_is_in_huge_pages_unless_the_user_says_otherwise(
+    tmp_path: Path, given: dict[str, str]
+) -> None:
+    library, version = platform.libc_ver()
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    is_asked = setting.exists() and "[madvise]" in setting.read_text()
+    if not is_asked or library != "glibc" or tuple(map(int, version.split("."))) < (2, 35):
+        pytest.skip("here memory is not given in huge pages to those that ask for them")
+    (tmp_path / "script.py").write_text(
+        "import re, torch\n"
+        "tensor = torch.ones(16 << 20)\n"
+        "middle, is_there = tensor.data_ptr() + tensor.nbytes // 2, False\n"
+        "for line in open('/proc/self/smaps'):\n"
+        "    if span := re.match('([0-9a-f]+)-([0-9a-f]+) ', line):\n"
+        "        is_there = int(span[1], 16) <= middle < int(span[2], 16)\n"
+        "    elif is_there and line.startswith('VmFlags:'):\n"
+        "        print('huge' if ' hg' in line else 'small')\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-m", *OURS, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": str(ROOT), **given},
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == ("small\n" if given else "huge\n"), done.stderr
 
 
 def test_a_sidecar_that_was_just_started_watches_a_script(tmp_path: Path) -> None:
