@@ -28,6 +28,9 @@ class Param:
     dim: int | None = None
     unit: int = 1
 
+    def __hash__(self) -> int:
+        return hash(self.key)  # that of all fields would take most of the time of a look-up
+
     @property
     def size(self) -> int:
         """Rows along the split dimension (dimension 0 if there is none)."""

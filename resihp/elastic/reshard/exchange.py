@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, count, cycle
 from typing import Protocol
 
@@ -242,12 +243,16 @@ def view_of(holder: StateHolder | None) -> View:
     """The view of pieces in `holder`; None for a rank that sends or receives nothing."""
     ranges = holder.state_ranges if holder is not None else {}
 
-    def view(piece: Piece) -> torch.Tensor:
+    @lru_cache(maxsize=1)  # all copies of a move follow one another
+    def state(held: StateRange) -> Sequence[torch.Tensor]:
         assert holder is not None, "only ranks that hold state send or receive it"
+        return holder.state(held)
+
+    def view(piece: Piece) -> torch.Tensor:
         move = piece.move
         span = (move.start, move.stop)
         held = containing(ranges, move.param, span)
-        return rows(holder.state(held)[piece.copy], move.param, span, held[1][0])
+        return rows(state(held)[piece.copy], move.param, span, held[1][0])
 
     return view
 

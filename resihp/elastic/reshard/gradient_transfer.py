@@ -65,6 +65,9 @@ class GradientTransfer:
         self.received_bytes = 0
         self.is_summed = threading.Event()
         self._exchange, self._engine, self._pending = exchange, engine, pending
+        self._held = engine.shard.state_ranges if engine is not None else {}
+        self._target = pending.gradients if pending is not None else SummedGradients()
+        self._target_view = view_of(GradientParts([self._target]))
         turn_of = _turns(parameters) if early else dict.fromkeys(parameters.all, 0)
         self._turns = [_Turn() for _ in range(max(turn_of.values(), default=0) + 1)]
         for move in planned:
@@ -92,13 +95,12 @@ class GradientTransfer:
             self._move(turn.of(params), kept)
 
     def _move(self, turn: _Turn, source: SummedGradients) -> None:
-        target = self._pending.gradients if self._pending is not None else {}
         self.received_bytes += self._exchange.run(
             turn.moves,
             1,
             view_of(GradientParts([source])),
-            view_of(GradientParts([target])),
-            meanwhile=_copies(turn, source, target),
+            self._target_view,
+            meanwhile=_copies(turn, source, self._target),
         )
 
     def total(self) -> SummedGradients | None:
@@ -123,10 +125,9 @@ class GradientTransfer:
         return whole
 
     def _given(self, turn: _Turn) -> Iterator[StateRange]:
-        ranges = self._engine.shard.state_ranges if self._engine is not None else {}
         for move in turn.moves:
             if move.source == self._exchange.rank:
-                yield containing(ranges, move.param, (move.start, move.stop))
+                yield containing(self._held, move.param, (move.start, move.stop))
         for param, held, _ in turn.local:
             yield param, held
 

@@ -100,7 +100,14 @@ def slices(
 
     Both tensors have the same shape and dtype. Each call reads at most `max_bytes`.
     """
-    there, here, length = _runs(target, source)
+    place = TensorAddress.of(target)
+    outer, length = _outer(target, place, source)
+    if not outer:  # one run
+        for start in range(0, length, max_bytes):
+            size = min(max_bytes, length - start)
+            yield _one(source.address + start, size), _one(place.address + start, size)
+        return
+    there, here = (_row_addresses(one, outer) for one in (source, place))
     if length > max_bytes:
         starts = np.arange(0, length, max_bytes)
         there, here = ((first[:, None] + starts).ravel() for first in (there, here))
@@ -113,19 +120,22 @@ def slices(
         yield _joined(there[part], lengths[part]), _joined(here[part], lengths[part])
 
 
-def _runs(target: torch.Tensor, source: TensorAddress) -> tuple[Addresses, Addresses, int]:
-    """Addresses, there and here, of the runs that are contiguous in both, and their bytes."""
-    place, length, inner = TensorAddress.of(target), target.element_size(), target.dim()
-    if target.numel() == 0:
-        return np.empty(0, np.int64), np.empty(0, np.int64), 0
+def _outer(
+    target: torch.Tensor, place: TensorAddress, source: TensorAddress
+) -> tuple[Sequence[int], int]:
+    """The dimensions over the runs that are contiguous in both, and the bytes of a run."""
+    length, inner = target.element_size(), target.dim()
     while inner and (
         target.shape[inner - 1] == 1
         or place.strides[inner - 1] == source.strides[inner - 1] == length
     ):
         inner -= 1
         length *= target.shape[inner]
-    outer = target.shape[:inner]
-    return _row_addresses(source, outer), _row_addresses(place, outer), length
+    return target.shape[:inner], length
+
+
+def _one(address: int, size: int) -> IoVectors:
+    return np.array(((address, size),), np.int64)
 
 
 def _row_addresses(place: TensorAddress, outer: Sequence[int]) -> Addresses:
