@@ -34,6 +34,7 @@ from resihp.elastic.reshard.transfer import StateTransfer
 from resihp.elastic.state.events import Callbacks, LayoutChange
 from resihp.elastic.state.phases import Phase
 from resihp.elastic.step import ReducedStep, Setup
+from resihp.elastic.step.pacing import Pacer
 from resihp.elastic.trainer import Trainer
 from resihp.testing.local_ranks import LocalRanks
 
@@ -91,12 +92,13 @@ CHANGES = (
 class Way:
     """Conditions of a change.
 
-    attach    ranks read each other's memory; else they exchange through sockets, as those of
-              several hosts do
-    device    on "cuda" all of them are on the first device
-    warmed    a rank that was idle runs a pass before its first step
-    link_mbs  MB/s at which a rank takes what comes through a socket; None: as fast as it can
-    at_once   the copy is not spread over several steps
+    attach        ranks read each other's memory; else they exchange through sockets, as those of
+                  several hosts do
+    device        on "cuda" all of them are on the first device
+    warmed        a rank that was idle runs a pass before its first step
+    link_mbs      MB/s at which a rank takes what comes through a socket; None: as fast as it can
+    at_once       the copy is not spread over several steps
+    flops_per_ms  of the emulated devices that make the passes; None: the cores alone make them
     """
 
     attach: bool = True
@@ -104,6 +106,7 @@ class Way:
     warmed: bool = True
     link_mbs: float | None = None
     at_once: bool = False
+    flops_per_ms: float | None = None
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -117,6 +120,23 @@ class Way:
             if self.at_once:
                 stack.enter_context(mock.patch.object(CopyPace, "agree", return_value=1))
             yield
+
+
+@dataclass
+class CoreSpeed(Pacer):
+    """Measures how fast the cores make the passes, and holds nobody."""
+
+    flops_per_ms: float = 0.0
+    ms: float = 0.0
+    flops: float = 0.0
+
+    def hold(self, flops: float, step: int, spent_s: float) -> float:
+        """Return the time that was spent."""
+        if step > 0:  # the first one allocates memory
+            self.flops += flops
+            self.ms += spent_s * 1e3
+            self.flops_per_ms = self.flops / self.ms
+        return spent_s
 
 
 def _paced(transport: ProcessGroupTransport, finish: Any, per_s: float, works: Any) -> Transfer:
@@ -155,21 +175,27 @@ def through_link(shape: ModelShape, change: Change, way: Way) -> dict[str, float
     }
 
 
-def copying_steps(shape: ModelShape, change: Change, changes: int) -> list[dict[str, float]]:
+def copying_steps(
+    shape: ModelShape, change: Change, changes: int, flops_per_ms: float | None = None
+) -> tuple[list[dict[str, float]], float]:
     """Milliseconds of steps of one job that changes its layout so many times, to the new one and
     back: for each change the `copying` step, one of the usual steps of that layout (`another`), and
     the median of the others (`usual`); and the processor time of copy and gradients, on all ranks.
+    And what the slowest rank computes in a millisecond.
+
+    flops_per_ms  of an emulated device; None: the cores alone
     """
-    _, told = _told(shape, change, changes, Way())
+    _, told = _told(shape, change, changes, Way(flops_per_ms=flops_per_ms))
     ms = _longest([one["steps"] for one in told])
     copies, gradients = (
         [sum(of_ranks) for of_ranks in zip(*(one[key] for one in told), strict=True)]
         for key in ("copy_ms", "gradient_ms")
     )
-    return [
+    steps = [
         {**_copying_step(ms, SWITCHES_BEFORE * number), "copy": copy, "gradients": moved}
         for number, (copy, moved) in enumerate(zip(copies, gradients, strict=True), 1)
     ]
+    return steps, min(one["flops_per_ms"] for one in told)
 
 
 def _copying_step(ms: dict[int, float], first: int) -> dict[str, float]:
@@ -237,6 +263,7 @@ def run_rank(
     processor_ms, copy_ms, gradient_ms = list[float](), list[float](), list[float]()
     begun = paused_ms = 0.0
     watch = MemoryWatch()
+    pacer = CoreSpeed() if way.flops_per_ms is None else Pacer(way.flops_per_ms)
 
     def timed(work: Any, told: list[float], *arguments: Any) -> None:
         start = time.thread_time()
@@ -272,7 +299,7 @@ def run_rank(
             _await_switch(trainer)
 
     trainer = Trainer(
-        Setup(Llama(shape), OPTIMIZER, batch, device=first_device(way.device)),
+        Setup(Llama(shape), OPTIMIZER, batch, pacer=pacer, device=first_device(way.device)),
         _plan(0, *change.side(0)),
         Rendezvous(lambda: connect(host, port, "resize", timeouts), rank, range(4), timeouts),
         Plans(
@@ -296,6 +323,7 @@ def run_rank(
         "copy_ms": copy_ms,
         "gradient_ms": gradient_ms,
         "extra_bytes": watch.stop(),
+        "flops_per_ms": pacer.flops_per_ms,
     }
     (folder / f"steps-{rank}.json").write_text(json.dumps(told))
 

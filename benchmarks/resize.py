@@ -6,7 +6,9 @@ Lower bound of the bytes: parameters and moments of the ranges that a rank lacks
 are copied before the step's update, the gradients of the same ranges.
 With `--copying N` only the duration of those steps, in N changes there and back of one job, beside
 that of a usual step just before, which has no copy, each over the median of the others before it;
-and the processor time of the copy itself, and of moving the gradients, on all ranks.
+and the processor time of the copy itself, and of moving the gradients, on all ranks. Once where the
+cores, which all ranks share, do nothing but train, and once with emulated devices: a rank is held
+until its pass has taken twice as long, so that half of the cores is free, as beside accelerators.
 With `--link-mbs N` only the pause where ranks exchange through sockets, from which each takes N MB
 a second (emulated: its thread sleeps): with the copy spread over as many steps as it needs, and at
 once.
@@ -31,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +72,7 @@ COLUMNS = (
     "new step ms",
 )
 COPYING = (
-    *("model", "change", "changes", "usual ms"),
+    *("model", "change", "passes", "changes", "usual ms"),
     *(
         "copying",
         "its quartiles",
@@ -223,11 +226,18 @@ def summary(size: str, changes: list[Change], rounds: list[dict[str, Seen]]) -> 
 
 
 def copying(size: str, change: Change, changes: int) -> Iterator[list[Any]]:
-    """Rows of the copying steps of one change and of the way back: medians and quartiles."""
-    seen = copying_steps(SHAPES[size], change, changes)
-    for way, some in ((change.name, seen[::2]), ("and back", seen[1::2])):
+    """Rows of the copying steps of one change and of the way back: medians and quartiles.
+
+    Made by the cores, which all ranks share, and by emulated devices that leave half of them free.
+    """
+    seen, flops_per_ms = copying_steps(SHAPES[size], change, changes)
+    paced, _ = copying_steps(SHAPES[size], change, changes, flops_per_ms / 2)
+    ways = ((change.name, slice(0, None, 2)), ("and back", slice(1, None, 2)))
+    both = product((("on all cores", seen), ("of a device", paced)), ways)
+    for (passes, steps), (way, chosen) in both:
+        some = steps[chosen]
         usual = statistics.median(one["usual"] for one in some)
-        row: list[Any] = [f"{_numel(size) / 1e6:.0f}M", way, len(some), round(usual)]
+        row: list[Any] = [f"{_numel(size) / 1e6:.0f}M", way, passes, len(some), round(usual)]
         for step in ("copying", "another"):
             row += _quartiles([one[step] / one["usual"] for one in some])
         yield [
