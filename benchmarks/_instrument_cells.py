@@ -35,6 +35,8 @@ from resihp.testing.ordinary_loops import (
 )
 from service import Sidecar
 
+from ._instrument_oracle import least_steps
+
 STEPS = 70
 ONSET = 20
 LATE = 25
@@ -49,6 +51,8 @@ _LOOPS = (
 )  # fmt: skip
 """Kinds, microbatches a step, and pace: at 1.0 a microbatch takes a device 20 ms, which is little
 beside what FSDP2 and DTensor compute on the host for it."""
+_WHOLE = ("ddp", "fsdp2", "hsdp", "tensor_parallel")
+"""Kinds in which each rank runs whole microbatches."""
 _PASSES = {"both": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",)}
 
 
@@ -243,11 +247,26 @@ def _events(url: str, job: str) -> list[dict[str, Any]]:
 
 COLUMNS = (
     "loop", "slow rank", "runs", "right", "late", "missed", "wrong names", "steps to name",
-    "told after", "from step", "at the end",
+    "oracle", "told after", "from step", "at the end",
 )  # fmt: skip
 
 
-def row(cell: Cell, runs: Sequence[Outcome]) -> tuple[str, ...]:
+def possible(cell: Cell, recordings: Path) -> float | None:
+    """Return the steps that an oracle needs, if healthy ranks of the loop have been recorded.
+
+    None for pipelines, whose passes are parts of a microbatch, and without healthy steps before.
+    """
+    healthy = replace(cell, factor=1.0, passes="both", since=0)
+    recorded = sorted(recordings.glob(f"{healthy.name}-*.parquet"))
+    if cell.is_healthy or not cell.since or cell.kind not in _WHOLE or not recorded:
+        return None
+    passes = _PASSES[cell.passes]
+    return statistics.median(
+        least_steps(one, cell.factor, passes, cell.pace, cell.since) for one in recorded
+    )
+
+
+def row(cell: Cell, runs: Sequence[Outcome], recordings: Path) -> tuple[str, ...]:
     """Return the row of a cell in a table."""
     right = [run for run in runs if run.slow in run.steps.named]
     taken = [run.steps.named[run.slow] - cell.since + 1 for run in right]
@@ -276,6 +295,7 @@ def row(cell: Cell, runs: Sequence[Outcome]) -> tuple[str, ...]:
         "-" if healthy else str(len(runs) - len(taken)),
         " ".join(others) or "0",
         " ".join(map(str, sorted(taken))) or "-",
+        f"{least:.0f}" if (least := possible(cell, recordings)) is not None else "-",
         f"{statistics.median(told):.0f}" if told else "-",
         " ".join("start" if step is None else str(step) for step in since) or "-",
         ", ".join(f"{status} {slowdown:.2f}" for status, slowdown in last) or "-",

@@ -190,7 +190,7 @@ def ordinary_loops(figures: Figures) -> None:
     """Loops under `resihp.instrument`, as `benchmarks.instrument` recorded them: noisy times."""
     folder = Path(__file__).parents[1] / "tests" / "detector" / "ordinary_loops"
     found = recorded_cells(cells(quick=False), folder)
-    rows = [list(row(cell, runs)) for cell, runs in found]
+    rows = [list(row(cell, runs, folder)) for cell, runs in found]
     record_table(figures, "ordinary loops of four ranks, recorded", LOOPS, rows)
 
 

@@ -7,7 +7,8 @@ bursts; TraceML's steps without are taken with its patches in place. Collectives
 so that the times of a step spread little; those of the cells are real.
 
 Part `cells`: four real processes with a sidecar, one of them slow: which ranks are named, and
-after how many steps.
+after how many steps; and how many the best test needs that knows what it looks for, where whole
+microbatches run on each rank and the cell without a slow rank is run or recorded too.
 """
 
 from __future__ import annotations
@@ -189,9 +190,10 @@ def _cells(options: argparse.Namespace) -> list[dict[str, Any]]:
             found = run_cells(chosen, 1 if options.quick else options.seeds, kept)
         for cell, runs in found:
             results.append((cell, runs))
-            print(f"{' '.join(row(cell, runs))} [{runs[-1].seconds:.0f} s]", file=sys.stderr)
-    title = "Ranks named, and steps from the first slow one until they are"
-    print_table(title, COLUMNS, [row(cell, runs) for cell, runs in results])
+            shown = " ".join(row(cell, runs, kept))
+            print(f"{shown} [{runs[-1].seconds:.0f} s]", file=sys.stderr)
+        rows = [row(cell, runs, kept) for cell, runs in results]
+    print_table("Ranks named, and steps from the first slow one until they are", COLUMNS, rows)
     return document(results)
 
 

@@ -213,8 +213,12 @@ class PaddedLengths(DocumentLengths):
 
 def forward_ms(lengths: list[int]) -> float:
     """Time of one layer's forward pass on a healthy device."""
-    squares = sum(length * length for length in lengths)
-    return _MS_PER_TOKEN * sum(lengths) + _MS_PER_SQUARE * squares
+    return float(work_ms(sum(lengths), sum(length * length for length in lengths)))
+
+
+def work_ms(tokens: Any, squares: Any) -> Any:
+    """The same, of numbers or arrays of tokens and of squared lengths."""
+    return _MS_PER_TOKEN * tokens + _MS_PER_SQUARE * squares
 
 
 @dataclass(frozen=True)
