@@ -41,7 +41,7 @@ from resihp.testing.local_ranks import LocalRanks
 LONGEST = ("pause_ms", "prepare_ms", "extra_bytes", "spilled_bytes")
 TOTAL = ("received_bytes", "gradient_bytes")
 LIMIT = ReshardBudget()
-SWITCHES_BEFORE = 5
+SWITCHES_BEFORE = 6
 TOKENS, MICROBATCHES, STEPS_AFTER, LAYERS, UNITS = 128, 4, 4, 8, 8
 MOST_STEPS = 16
 """Over which a copy through a slow link is spread."""
@@ -180,13 +180,14 @@ def copying_steps(
 ) -> tuple[list[dict[str, float]], float]:
     """Milliseconds of steps of one job that changes its layout so many times, to the new one and
     back: for each change the `copying` step, one of the usual steps of that layout (`another`), and
-    the median of the others (`usual`); and the processor time of copy and gradients, on all ranks.
+    the mean of two others (`usual`), each until its gradients are summed, as the update behind the
+    copy is that of the new layout; and the processor time of copy and gradients, on all ranks.
     And what the slowest rank computes in a millisecond.
 
     flops_per_ms  of an emulated device; None: the cores alone
     """
     _, told = _told(shape, change, changes, Way(flops_per_ms=flops_per_ms))
-    ms = _longest([one["steps"] for one in told])
+    ms = _longest([one["summed"] for one in told])
     copies, gradients = (
         [sum(of_ranks) for of_ranks in zip(*(one[key] for one in told), strict=True)]
         for key in ("copy_ms", "gradient_ms")
@@ -199,8 +200,10 @@ def copying_steps(
 
 
 def _copying_step(ms: dict[int, float], first: int) -> dict[str, float]:
-    *usual, another, copying = (ms[step] for step in range(first - SWITCHES_BEFORE + 1, first))
-    return {"usual": statistics.median(usual), "another": another, "copying": copying}
+    # The first one of the layout comes before them. In the one before the copy ranks wait for each
+    # other, as they are held until the next layout is built.
+    *usual, another, _, copying = (ms[step] for step in range(first - SWITCHES_BEFORE + 1, first))
+    return {"usual": statistics.mean(usual), "another": another, "copying": copying}
 
 
 def _told(
@@ -259,9 +262,10 @@ def run_rank(
     torch.set_num_threads(1)
     os.environ["NCCL_HOSTID"] = f"rank{rank}"  # else it refuses ranks that share a device
     timeouts = Timeouts(heartbeat=timedelta(seconds=20), connect=timedelta(seconds=120))
-    steps: list[tuple[int, float]] = []
+    steps, summed = list[tuple[int, float]](), list[tuple[int, float]]()
     processor_ms, copy_ms, gradient_ms = list[float](), list[float](), list[float]()
     begun = paused_ms = 0.0
+    started: float | None = None
     watch = MemoryWatch()
     pacer = CoreSpeed() if way.flops_per_ms is None else Pacer(way.flops_per_ms)
 
@@ -279,8 +283,12 @@ def run_rank(
         timed(run, gradient_ms, moving, over)
 
     def on_phase(phase: Phase, completed: int) -> None:
-        nonlocal begun
-        begun = time.process_time() if phase is Phase.ACCUMULATING else begun
+        nonlocal begun, started
+        if phase is Phase.ACCUMULATING:
+            begun, started = time.process_time(), time.perf_counter()
+        elif phase in (Phase.UPDATING, Phase.STREAMING) and started is not None:
+            summed.append((completed, (time.perf_counter() - started) * 1e3))
+            started = None
 
     def on_layout_change(seen_change: LayoutChange) -> None:
         nonlocal paused_ms
@@ -319,6 +327,7 @@ def run_rank(
         trainer.run(SWITCHES_BEFORE * changes + STEPS_AFTER + more)
     told = {
         "steps": steps,
+        "summed": summed,
         "processor_ms": processor_ms,
         "copy_ms": copy_ms,
         "gradient_ms": gradient_ms,

@@ -5,10 +5,11 @@ state is copied and of the first step in the new layout, with the usual step of 
 Lower bound of the bytes: parameters and moments of the ranges that a rank lacks; and, because they
 are copied before the step's update, the gradients of the same ranges.
 With `--copying N` only the duration of those steps, in N changes there and back of one job, beside
-that of a usual step just before, which has no copy, each over the median of the others before it;
-and the processor time of the copy itself, and of moving the gradients, on all ranks. Once where the
-cores, which all ranks share, do nothing but train, and once with emulated devices: a rank is held
-until its pass has taken twice as long, so that half of the cores is free, as beside accelerators.
+that of a usual step before, which has no copy, each over the mean of two others, and until the
+gradients are summed: the update is that of the new layout; and the processor time of the copy
+itself, and of moving the gradients, on all ranks. Once where the cores, which all ranks share, do
+nothing but train, and once with emulated devices: a rank is held until its pass has taken twice as
+long, so that half of the cores is free, as beside accelerators.
 With `--link-mbs N` only the pause where ranks exchange through sockets, from which each takes N MB
 a second (emulated: its thread sleeps): with the copy spread over as many steps as it needs, and at
 once.
