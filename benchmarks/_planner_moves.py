@@ -12,7 +12,7 @@ from benchmarks._planner_cases import HEADS, Row, faults, job_of
 from benchmarks._report import print_table
 from resihp.contracts import Job, Layout, Memory
 from scheduler import make_plan, migration_ms, model_preset, plan_front
-from scheduler.migration import received_bytes
+from scheduler.migration import NO_STATE, StateBytes, overlap, rank_states, received_bytes
 
 SHAPE = replace(model_preset("llama-2-70b"), kv_heads=HEADS)
 
@@ -27,10 +27,14 @@ STARTS = ("initial layout", "layout planned without a fault")
 
 @dataclass
 class Moves:
-    """Figures of a row, by seed: gigabytes, milliseconds, and the fraction of the step given up."""
+    """Figures of a row, by seed: gigabytes, milliseconds, and the fraction of the step given up.
+
+    scattered_gb  what the front's plans would move at least if shares need not be contiguous
+    """
 
     quickest_gb: list[float] = field(default_factory=list)
     least_gb: list[float] = field(default_factory=list)
+    scattered_gb: list[float] = field(default_factory=list)
     quickest_ms: list[float] = field(default_factory=list)
     least_ms: list[float] = field(default_factory=list)
     given_up: list[float] = field(default_factory=list)
@@ -41,6 +45,11 @@ class Moves:
     def fewer(self) -> float:
         """Bytes of the quickest plan over those of the one that moves least."""
         return sum(self.quickest_gb) / max(sum(self.least_gb), 1e-3)
+
+    @property
+    def fewer_scattered(self) -> float:
+        """The same for shares that need not be contiguous."""
+        return sum(self.quickest_gb) / max(sum(self.scattered_gb), 1e-3)
 
     @property
     def shorter(self) -> float:
@@ -57,15 +66,17 @@ def print_moves(rows: Sequence[Row], seeds: int) -> dict[str, Any]:
         columns = ["microbatches; slow, dead", "quickest GB", "least GB", "fewer"]
         columns += ["quickest s", "least s", "step given up", "most", "cpu ms", "front"]
         print_table(f"State moved from the {start} (70B, 14 bytes a parameter)", columns, table)
-        fewer, shorter = (
-            geometric_mean(getattr(m, f) for m in found) for f in ("fewer", "shorter")
+        fewer, shorter, scattered = (
+            geometric_mean(getattr(m, f) for m in found)
+            for f in ("fewer", "shorter", "fewer_scattered")
         )
         most = max(up for moves in found for up in moves.given_up)
         cpu = geometric_mean(fmean(m.front_cpu_ms) / fmean(m.plan_cpu_ms) for m in found)
         print(
             f"{fewer:.2f}x fewer bytes, {shorter:.2f}x shorter migration (geometric mean of the "
             f"rows), at most {most:.2%} of a step given up; the front takes {cpu:.1f} times the "
-            "processor time of the quickest plan"
+            f"processor time of the quickest plan. If a rank could hold any units of a layer, the "
+            f"plans of the fronts would move {scattered:.2f}x fewer bytes"
         )
         figures[start] = {str(row): asdict(m) for row, m in zip(rows, found, strict=True)}
     return figures
@@ -98,11 +109,31 @@ def _add(moves: Moves, job: Job, layout: Layout, speeds: dict[int, float]) -> No
     begin = time.process_time()
     quickest = make_plan(job, speeds, layout)
     planned = time.process_time()
-    least = plan_front(job, speeds, layout)[-1]
+    front = plan_front(job, speeds, layout)
+    least = front[-1]
     moves.plan_cpu_ms.append(1e3 * (planned - begin))
     moves.front_cpu_ms.append(1e3 * (time.process_time() - planned))
     moves.quickest_gb.append(sum(received_bytes(job, layout, quickest.layout).values()) / 1e9)
     moves.least_gb.append(least.total_bytes / 1e9)
+    moves.scattered_gb.append(min(_scattered(job, layout, o.plan.layout) for o in front) / 1e9)
     moves.quickest_ms.append(migration_ms(job, layout, quickest.layout))
     moves.least_ms.append(least.migration_ms)
     moves.given_up.append(max(0.0, least.plan.step_ms / quickest.step_ms - 1.0))
+
+
+def _scattered(job: Job, old: Layout, new: Layout) -> float:
+    """Bytes that all ranks receive if each keeps as many units of a layer as both layouts give it,
+    wherever in the layer these lie."""
+    sizes, before, total = StateBytes.of(job), dict(rank_states(old)), 0.0
+    assert sizes is not None
+    for rank, held in rank_states(new):
+        had = before.get(rank, NO_STATE)
+        width, past = (state.part[1] - state.part[0] for state in (held, had))
+        kept = min(width, past)
+        layers = sum(stop - start for start, stop in held.chunks)
+        same = sum(overlap(a, b) for a in held.chunks for b in had.chunks)
+        ends = held.first + held.last
+        same_ends = (held.first and had.first) + (held.last and had.last)
+        total += sizes.layer * (layers * width - same * kept)
+        total += sizes.embedding * (ends * width - same_ends * kept)
+    return total
