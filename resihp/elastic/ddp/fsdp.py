@@ -73,7 +73,8 @@ class GatheredModels:
             self._restore(model)
             for group, _ in self._before.pop(model):
                 for one in group.fsdp_params:
-                    one.unsharded_accumulated_grad = None
+                    if "unsharded_accumulated_grad" in vars(one):  # not so from torch 2.15 on
+                        one.unsharded_accumulated_grad = None
                     if hasattr(one, "_unsharded_param"):  # it was gathered
                         one._unsharded_param.grad = None
             reshard(model)
