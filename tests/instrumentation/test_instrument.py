@@ -674,8 +674,8 @@ class Unannotated(torch.nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*TorchScript:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*TorchScript")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_model_can_be_scripted(observe, wrapped):
     ignored = list(torch.jit._recursive.ignored_attributes)
