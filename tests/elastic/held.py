@@ -30,8 +30,13 @@ def held() -> dict[str, Any]:
         "threads": dict(Counter(_threads())),
         "files": dict(Counter(_files())),
         "used_kib": _used_bytes() >> 10,
-        "resident_kib": int(Path("/proc/self/statm").read_text().split()[1]) * 4,
+        "resident_kib": resident_bytes() >> 10,
     }
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def _threads() -> Iterator[str]:

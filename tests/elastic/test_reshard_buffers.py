@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,14 @@ from resihp.elastic.reshard.buffers import (
     ReshardBudget,
     ShardAllocator,
     Spill,
+    buffer_zeros,
     held_twice,
     to_spill,
 )
 from resihp.elastic.step import Setup
 from resihp.layout import Param, Range, StateCopies
 from tests.elastic.engine_job import ALONE, GRID, SHAPE, SHIFTED, UNEVEN, Case, batch, plan, run
+from tests.elastic.held import resident_bytes
 
 PARAMETERS = Llama(SHAPE).parameters
 LAYOUTS = (GRID, SHIFTED, UNEVEN, ALONE)
@@ -107,6 +110,22 @@ def test_on_a_device_nothing_is_spilled_and_its_free_memory_counts(
     assert budget.on(device).buffer_bytes >= budget.buffer_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (-(1 << 30), 1 << 32))
     assert budget.on(device).refusal(GRID, UNEVEN, PARAMETERS, MOMENTS) is not None
+
+
+def test_a_thread_keeps_nothing_of_the_buffers_that_it_has_freed() -> None:
+    """glibc keeps what is freed at the end of a thread's heap, once it has grown to that size."""
+    numel, grown = 4 << 20, []
+
+    def use() -> None:
+        before = resident_bytes()
+        for _ in range(3):
+            buffer_zeros(2, numel // 2, device=torch.device("cpu"))
+        grown.append(resident_bytes() - before)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert grown[0] < numel * 4 // 2
 
 
 def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:

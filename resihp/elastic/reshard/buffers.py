@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -32,6 +34,19 @@ _log = logging.getLogger("resihp.elastic")
 
 WINDOW = 4
 """Transfers through buffers that one rank has in progress at once."""
+
+
+def buffer_zeros(*shape: int, device: torch.device) -> torch.Tensor:
+    """Zeros for the duration of a change, with all pages touched.
+
+    On the CPU they are a mapping of their own, which ends with the tensor: freed memory of the heap
+    stays with the process, once for each of the threads that have made changes.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=STATE_DTYPE, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, prod(shape) * STATE_DTYPE.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=STATE_DTYPE).view(shape).zero_()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from resihp.layout import Move, StateRange, StateRanges, by_param, containing
 
 from ..process_groups.transport import Transfer, Transport
 from ..step.shard import STATE_DTYPE, rows
-from .buffers import WINDOW
+from .buffers import WINDOW, buffer_zeros
 from .shared_memory import PeerLink
 
 UNPACKED_NUMEL = 1 << 14
@@ -182,8 +182,7 @@ class TensorExchange:
         """
         if not self._buffers and any(bucket.is_packed for bucket in buckets):
             device = next(iter(self._links.values())).group.device
-            flat = torch.zeros(WINDOW, self._max_numel, dtype=STATE_DTYPE, device=device)
-            self._buffers = list(flat)
+            self._buffers = list(buffer_zeros(WINDOW, self._max_numel, device=device))
         return self._buffers or [torch.zeros(0)]
 
     def _send(self, bucket: TransferBucket, buffer: torch.Tensor, view: View) -> Transfer:

@@ -20,6 +20,7 @@ from resihp.layout import Move, Param, Parameters
 from ..process_groups.abortable import AbortableProcessGroup
 from ..process_groups.transport import ProcessGroupTransport, Transport, complete
 from ..step.shard import STATE_DTYPE
+from .buffers import buffer_zeros
 from .exchange import Pair
 from .shared_memory import PeerLink
 
@@ -58,7 +59,7 @@ def time_links(links: Mapping[Pair, PeerLink], rank: int) -> dict[int, float]:
     """
     seconds = {}
     for pair, link in sorted(links.items()):
-        buffer = torch.zeros(_PROBE_NUMEL, dtype=STATE_DTYPE, device=link.group.device)
+        buffer = buffer_zeros(_PROBE_NUMEL, device=link.group.device)
         for source in pair:
             transport: Transport | None = link.memory.get(source)
             transport = transport or ProcessGroupTransport(link.group, source)
