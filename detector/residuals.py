@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,11 +41,6 @@ class Misfit:
     from_past: Floats
     moved: Bools
 
-    def for_both_passes(self) -> Misfit:
-        """The same for the forward passes of all ranks, followed by their backward passes."""
-        peers, past = np.tile(self.from_peers, 2), np.tile(self.from_past, 2)
-        return Misfit(peers, past, np.tile(self.moved, 2))
-
 
 @dataclass(frozen=True)
 class StepResidual:
@@ -56,9 +52,8 @@ class StepResidual:
     spread  robust standard deviation of single records around their rank's value
     wider   spread of healthy ranks over that of devices: reference ranks add their own offsets
     fixed   its variation with the fixed share; None where lengths are known
-    passes  value and error of the forward and of the backward passes alone, shape
-            (value or error, kind of pass, ranks); None where a step has enough microbatches to
-            tell the two apart by itself
+    passes  those of the forward passes alone, and of the backward passes alone; None where a step
+            has enough microbatches to tell the two apart by itself
     misfit  how far the predictions may be wrong for work unlike any before; None without lengths
     expected_ms
             predicted time of each record on a healthy device; NaN where nothing predicts it
@@ -70,7 +65,7 @@ class StepResidual:
     spread: float
     wider: float = 1.0
     fixed: FixedShare | None = None
-    passes: NDArray[np.float64] | None = None
+    passes: Sequence[StepResidual] | None = None
     misfit: Misfit | None = None
     expected_ms: Floats | None = None
 

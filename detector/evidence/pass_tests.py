@@ -26,10 +26,11 @@ _BOTH = 0.5
 class PassTests(Persistent):
     """Sequential tests of the forward passes and of the backward passes of all ranks."""
 
-    _saved = ("_tests",)
+    _saved = ("_forward", "_backward")
 
     def __init__(self, classes: Ints, settings: DetectorSettings) -> None:
-        self._tests = RankTests(np.concatenate([2 * classes, 2 * classes + 1]), settings)
+        self._forward = RankTests(classes, settings)
+        self._backward = RankTests(classes, settings)
 
     def joined(
         self, step: int, residual: StepResidual, trusted: Bools, now: StepEvidence
@@ -38,24 +39,15 @@ class PassTests(Persistent):
         say."""
         if residual.passes is None:
             return now
-        value, error = (np.concatenate(rows) for rows in residual.passes)
-        passes = StepResidual(
-            value,
-            error,
-            np.ones(value.size, np.int64),
-            residual.spread,
-            misfit=residual.misfit and residual.misfit.for_both_passes(),
-        )
-        kinds = self._tests.observe(step, passes, np.tile(trusted, 2), np.ones(value.size, bool))
-        each = kinds.evidence.reshape(2, -1)
-        alone = np.logaddexp(*each) + np.log((1.0 - _BOTH) / 2.0)
-        sure = (each >= self._tests.name_at) & kinds.able.reshape(2, -1)
-        return replace(
-            now,
-            evidence=np.logaddexp(now.evidence + np.log(_BOTH), alone),
-            able=now.able | sure.any(axis=0),
-        )
+        joined, able = now.evidence + np.log(_BOTH), now.able
+        for tests, passes in zip((self._forward, self._backward), residual.passes, strict=True):
+            passes = replace(passes, misfit=residual.misfit)  # noqa: PLW2901 of the same work
+            alone = tests.observe(step, passes, trusted, np.ones(trusted.size, bool))
+            joined = np.logaddexp(joined, alone.evidence + np.log((1.0 - _BOTH) / 2.0))
+            able = able | (alone.able & (alone.evidence >= tests.name_at))
+        return replace(now, evidence=joined, able=able)
 
     def clear(self, ranks: Bools) -> None:
         """Reset the evidence on some ranks."""
-        self._tests.clear(np.tile(ranks, 2))
+        self._forward.clear(ranks)
+        self._backward.clear(ranks)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Bools, Floats, Ints, appended, group_median, mad_sigma, mean, median
 from ..persistence import Persistent, State
-from ..residuals import Misfit, StepResidual, common_change, is_noise_uncertain, noise_of
+from ..residuals import FEW_RANKS, Misfit, StepResidual, common_change, is_noise_uncertain, noise_of
 from ..settings import DetectorSettings
 from .sequential import EDetector
 
@@ -227,7 +227,7 @@ class RankTests(Persistent):
         Ranks under suspicion are left out of it, or two of few peers would mask each other. What
         all peers have because they waited for one of them is not common either."""
         value = residual.value
-        if np.count_nonzero(np.isfinite(value)) < 4:
+        if np.count_nonzero(np.isfinite(value)) < FEW_RANKS:
             return value.copy()
         noise = np.where(self.noise > 0, np.maximum(self.noise, residual.error), 0.0)
         change = value - self.mean
@@ -237,12 +237,16 @@ class RankTests(Persistent):
         return value - common
 
     def _offset_spread(self) -> float:
-        """Spread of healthy devices around their peers, with a prior for small jobs."""
-        prior = _OFFSET_SPREAD * self._wider
+        """Spread of healthy devices around their peers, with a prior for small jobs: that of their
+        baselines, without what the noise of these makes where the common mode is removed."""
+        square = (_OFFSET_SPREAD * self._wider) ** 2
         use = self._majority & (self.past >= 2 * _SETTLED)
         number = int(np.count_nonzero(use))
-        seen = mad_sigma(self.mean[use], 0.0) if number else 0.0
-        square = (_OFFSET_WEIGHT * prior**2 + number * seen**2) / (_OFFSET_WEIGHT + number)
+        if number:
+            noise = float(np.median(self.noise[use] ** 2 / self.past[use]))
+            seen = mad_sigma(self.mean[use], 0.0) ** 2
+            seen = max(seen - noise, 0.0) if use.size >= FEW_RANKS else seen
+            square = (_OFFSET_WEIGHT * square + number * seen) / (_OFFSET_WEIGHT + number)
         return float(np.sqrt(square))
 
     def _scale(self, residual: StepResidual, deviation: Floats) -> Floats:

@@ -21,6 +21,8 @@ TERMS = 3
 """Terms of the analytic model: fixed, linear in tokens, linear in squared lengths."""
 
 _GUESSED_HIDDEN = 4096
+_ENOUGH_STEPS = 12
+"""Steps from which the noise of one kind of pass is measured between steps alone."""
 
 
 def knows_lengths(batch: TelemetryBatch) -> Bools:
@@ -139,11 +141,13 @@ class LengthModel(Persistent):
             np.bincount(index, weights, size), 1e-9
         )
         total = np.sqrt(spread**2 / np.maximum(left, 1e-9) + shared**2)
+        whole = StepResidual(value, total, records, spread)
         if not self._levels.by_pass(records / (2.0 * self._job.chunks)):
-            return StepResidual(value, total, records, spread)
-        single = np.sqrt(2.0 * spread**2 / np.maximum(0.5 * records, 1.0) + shared**2)
-        passes = np.stack([by_pass, np.broadcast_to(single, by_pass.shape)])
-        return StepResidual(value, total, records, spread, passes=passes)
+            return whole
+        # The spread of a rank's records lies half in each kind, and is theirs until steps tell.
+        noise = 2.0 * spread**2 / np.maximum(0.5 * records, 1.0)
+        error = np.hypot(shared, np.sqrt(noise) if self._levels.steps < _ENOUGH_STEPS else 0.0)
+        return replace(whole, passes=[replace(whole, value=one, error=error) for one in by_pass])
 
     def _start(self, cell: Ints, terms: Floats, times: Floats, index: Ints, trusted: Bools) -> None:
         """Fits the first step, with each rank's difference from its class removed."""
