@@ -8,6 +8,7 @@ the steps that the detector needed are counted by taking the recorded telemetry 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -35,7 +36,7 @@ from resihp.testing.ordinary_loops import (
 )
 from service import Sidecar
 
-from ._instrument_oracle import least_steps
+from ._instrument_slowed import Slowing, detector_steps, least_steps
 
 STEPS = 70
 ONSET = 20
@@ -247,23 +248,28 @@ def _events(url: str, job: str) -> list[dict[str, Any]]:
 
 COLUMNS = (
     "loop", "slow rank", "runs", "right", "late", "missed", "wrong names", "steps to name",
-    "oracle", "told after", "from step", "at the end",
+    "each rank", "oracle", "told after", "from step", "at the end",
 )  # fmt: skip
 
 
-def possible(cell: Cell, recordings: Path) -> float | None:
-    """Return the steps that an oracle needs, if healthy ranks of the loop have been recorded.
+def by_slowing(cell: Cell, recordings: Path) -> tuple[str, str]:
+    """Return the steps that the detector and an oracle need for each rank in turn, if healthy ranks
+    of the loop have been recorded.
 
-    None for pipelines, whose passes are parts of a microbatch, and without healthy steps before.
+    Not for pipelines, whose passes are parts of a microbatch, nor without healthy steps before.
     """
     healthy = replace(cell, factor=1.0, passes="both", since=0)
     recorded = sorted(recordings.glob(f"{healthy.name}-*.parquet"))
     if cell.is_healthy or not cell.since or cell.kind not in _WHOLE or not recorded:
-        return None
-    passes = _PASSES[cell.passes]
-    return statistics.median(
-        least_steps(one, cell.factor, passes, cell.pace, cell.since) for one in recorded
-    )
+        return "-", "-"
+    slowing = Slowing(cell.factor, _PASSES[cell.passes], cell.pace, cell.since)
+    each = statistics.median(detector_steps(one, slowing) for one in recorded)
+    least = statistics.median(least_steps(one, slowing) for one in recorded)
+    return _steps(each), _steps(least)
+
+
+def _steps(count: float) -> str:
+    return f"{count:.0f}" if math.isfinite(count) else "-"
 
 
 def row(cell: Cell, runs: Sequence[Outcome], recordings: Path) -> tuple[str, ...]:
@@ -295,7 +301,7 @@ def row(cell: Cell, runs: Sequence[Outcome], recordings: Path) -> tuple[str, ...
         "-" if healthy else str(len(runs) - len(taken)),
         " ".join(others) or "0",
         " ".join(map(str, sorted(taken))) or "-",
-        f"{least:.0f}" if (least := possible(cell, recordings)) is not None else "-",
+        *by_slowing(cell, recordings),
         f"{statistics.median(told):.0f}" if told else "-",
         " ".join("start" if step is None else str(step) for step in since) or "-",
         ", ".join(f"{status} {slowdown:.2f}" for status, slowdown in last) or "-",

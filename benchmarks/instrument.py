@@ -7,8 +7,9 @@ bursts; TraceML's steps without are taken with its patches in place. Collectives
 so that the times of a step spread little; those of the cells are real.
 
 Part `cells`: four real processes with a sidecar, one of them slow: which ranks are named, and
-after how many steps; and how many the best test needs that knows what it looks for, where whole
-microbatches run on each rank and the cell without a slow rank is run or recorded too.
+after how many steps. Where whole microbatches run on each rank and the cell without a slow rank is
+run or recorded too, each rank of that recording is slowed in turn: the median steps to its name,
+and those that the best test needs, which knows what it looks for.
 """
 
 from __future__ import annotations
