@@ -66,7 +66,7 @@ def detector_steps(recording: Path, slowing: Slowing) -> float:
     trace = read_trace(recording)
     onsets = slowing.onsets(len(trace.steps))[::_EVERY]
     return median(
-        next(_named(_slowed(trace, slowing, rank, onset), rank), np.inf) - onset + 1
+        min(_named(_slowed(trace, slowing, rank, onset), rank, onset), default=np.inf) - onset + 1
         for onset, rank in product(onsets, trace.ranks)
     )
 
@@ -78,13 +78,14 @@ def _slowed(trace: Trace, slowing: Slowing, rank: int, onset: int) -> Trace:
     return replace(trace, columns={**records, "compute_ms": records["compute_ms"] + longer})
 
 
-def _named(trace: Trace, rank: int) -> Iterator[int]:
-    """Steps in which the verdict on a rank becomes that it is slow."""
+def _named(trace: Trace, rank: int, onset: int) -> Iterator[int]:
+    """Steps from the onset on in which the verdict on a rank becomes that it is slow."""
     detector = Detector(trace.job)
     for batch in trace.batches():
+        step = int(batch.step[0])
         for verdict in detector.update(batch):
-            if verdict.rank == rank and verdict.status is Status.FAIL_SLOW:
-                yield int(batch.step[0])
+            if verdict.rank == rank and verdict.status is Status.FAIL_SLOW and step >= onset:
+                yield step
 
 
 def least_steps(recording: Path, slowing: Slowing) -> float:
