@@ -138,13 +138,19 @@ def main() -> None:
     sizes = options.size or USUAL_SIZES
     changes = [c for c in CHANGES if c.name in (options.change or [c.name])]
 
+    moving = [change for change in changes if change.old != change.new]
+    if (options.copying or options.link_mbs) and not moving:
+        parser.error("--copying and --link-mbs: the change moves no state")
     if options.copying:
-        rows = [row for s in sizes for c in changes for row in copying(s, c, options.copying)]
+        rows = []
+        for size, change in product(sizes, moving):
+            for row in copying(size, change, options.copying):
+                print(*row, flush=True)
+                rows.append(row)
         report("Copying steps, and another step, over the usual step", COPYING, rows, options.json)
         return
     if options.link_mbs:
-        moving = [change for change in changes if change.old != change.new]
-        rows = [link(size, change, options.link_mbs) for size in sizes for change in moving]
+        rows = [link(size, change, options.link_mbs) for size, change in product(sizes, moving)]
         report("Change of layout through slow links", LINK, rows, options.json)
         return
     if options.warm_up:
