@@ -8,7 +8,17 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import Bools, Floats, Ints, appended, group_median, mad_sigma, mean, median
+from ..arrays import (
+    Bools,
+    Floats,
+    Ints,
+    appended,
+    deviation,
+    group_median,
+    mad_sigma,
+    mean,
+    median,
+)
 from ..persistence import Persistent, State
 from ..residuals import FEW_RANKS, Misfit, StepResidual, common_change, is_noise_uncertain, noise_of
 from ..settings import DetectorSettings
@@ -26,6 +36,9 @@ _ALIKE = 8.0
 """Largest difference of the first two residuals, in standard deviations, to be a baseline."""
 _MEMORY = 100
 """Steps over which the baseline is averaged, at most."""
+_EARLY = 8
+"""First steps, of which the comparison with the peers is made anew in each: the noise of all of
+them is known better then."""
 _SETTLED = 2
 """Steps before a baseline counts without peers."""
 _OFFSET_SPREAD = 0.007
@@ -97,7 +110,7 @@ class RankTests(Persistent):
 
     _saved = (
         "window", "unlike", "falls", "steps", "count", "mean", "past", "noise", "first",
-        "peer_test", "past_test",
+        "cleared", "gains", "misfits", "peer_test", "past_test",
     )  # fmt: skip
 
     def __init__(self, classes: Ints, settings: DetectorSettings) -> None:
@@ -119,6 +132,8 @@ class RankTests(Persistent):
         self.mean = np.zeros(size)
         self.past = np.zeros(size)
         self.noise = np.zeros(size)
+        self.cleared, self.gains = np.zeros(size, np.int64), np.zeros(size)
+        self.misfits = np.empty((0, size), np.float32)
         self.first = np.full((_FIRST, size), np.nan)
         self.peer_test, self.past_test = EDetector(size), EDetector(size)
 
@@ -134,39 +149,40 @@ class RankTests(Persistent):
         named: those that can be separated from others. `lags` are those of `CorrelatedRanks`."""
         misfit = residual.misfit or _NO_MISFIT
         self._wider = residual.wider
-        offset = self._offset_spread()
+        offset, middle = self._offset_spread(), self._middle()
         self._forget_past(misfit.moved)
-        deviation = self._centre(residual, trusted, lags)
-        seen = np.isfinite(deviation)
-        self.window = appended(self.window, deviation, WINDOW_STEPS)
+        value = self._centre(residual, trusted, lags)
+        seen = np.isfinite(value)
+        self.window = appended(self.window, value, WINDOW_STEPS)
         unlike = np.maximum(misfit.from_peers, misfit.from_past) > offset
         self.unlike = appended(self.unlike, np.broadcast_to(unlike, seen.shape), WINDOW_STEPS)
         self.steps = appended(self.steps, step, WINDOW_STEPS)
         self.count += 1
-        scale = np.hypot(self._scale(residual, deviation), _UNEVEN * misfit.from_peers)
+        scale = np.hypot(self._scale(residual, value), _UNEVEN * misfit.from_peers)
         self.noise = spread = np.maximum(scale, _FLOOR)
         apart = np.hypot(offset, misfit.from_peers)
         prior = np.where(self._majority, apart, _UNKNOWN_OFFSET)
         doubt = 1.0 / np.sqrt(self.past / spread**2 + 1.0 / prior**2)
         mean = self.mean * (1.0 - (doubt / prior) ** 2) + self._fallen()
-        self._track_pairs(deviation - self.mean, trusted)
+        self._track_pairs(value - self.mean, trusted)
         most = mean + 3.0 * doubt + misfit.from_peers
-        by_peers = self._most_by_peers(most, offset) + misfit.from_peers
+        by_peers = middle + self._most_by_peers(most, offset)
         by_past = mean + 3.0 * doubt + _DRIFT + self._misfit_of_past(misfit)
         compared, settled = self._majority | self._pair, self._settled(spread, offset)
-        for row in self._rows_to_judge(deviation):
-            judged = np.isfinite(row)
-            self.peer_test.update(row - by_peers, spread, judged & compared, self.ceiling)
-            self.past_test.update(row - by_past, spread, judged & settled, self.ceiling)
+        most_kept = _EARLY if self.count <= _EARLY else 1
+        self.misfits = appended(self.misfits, misfit.from_peers + np.zeros(seen.size), most_kept)
+        few = np.full(seen.size, is_noise_uncertain(self.window[:-1]))
+        self._judge(self.peer_test, by_peers + self.misfits, compared, few | self._majority)
+        self._judge(self.past_test, np.tile(by_past, (len(self.misfits), 1)), settled, few)
         self._update_baseline(trusted, spread)
         peers, past = self.peer_test.evidence(), self.past_test.evidence()
         # Without lengths, the slower one of a pair may also be the one with more work.
         pair = self._pair & (residual.misfit is not None)
         from_past = past >= peers
-        reference = np.where(from_past, mean, self._peers_level())
+        reference = np.where(from_past, mean, middle + self._peers_level())
         return StepEvidence(
             evidence=np.maximum(peers, past) - np.log(2.0),
-            excess=deviation - reference,
+            excess=value - reference,
             reference=reference,
             doubt=np.where(from_past, doubt, np.where(self._pair, np.sqrt(2.0), 1.0) * apart),
             scale=spread,
@@ -174,17 +190,21 @@ class RankTests(Persistent):
             by_past=from_past,
             seen=seen,
             able=able & (self._majority | pair | (past >= self.name_at)),
-            turns=np.zeros((TURNS, deviation.size), bool),
+            turns=np.zeros((TURNS, value.size), bool),
         )
 
-    def _rows_to_judge(self, deviation: Floats) -> NDArray[np.floating]:
-        """The residuals of this step (`deviation`). In the first steps of few ranks, those of all
-        steps, of which the evidence is taken anew: the noise of the earlier ones was not known
-        then."""
-        if self.count != len(self.window) or not is_noise_uncertain(self.window[:-1]):
-            return deviation[None]
-        self.clear(np.ones(self.past.size, bool))
-        return self.window
+    def _judge(self, test: EDetector, most: Floats, judged: Bools, anew: Bools) -> None:
+        """Adds the evidence of this step beyond the highest healthy level `most`, whose last row it
+        is, shape (steps, ranks); in the first steps that of all steps, `anew` for some ranks."""
+        if self.count == len(self.window) <= _EARLY and anew.any():
+            test.reset(anew)
+            for at, row in enumerate(self.window[:-1].astype(np.float64)):
+                known = anew & judged & np.isfinite(row) & (at >= self.cleared)
+                test.update(row - most[at], self.noise, known, self.ceiling)
+            for rank in np.flatnonzero(anew & (self.gains != 0)).tolist():
+                test.add(rank, self.gains[rank], self.ceiling)
+        row = self.window[-1].astype(np.float64)
+        test.update(row - most[-1], self.noise, judged & np.isfinite(row), self.ceiling)
 
     def _most_by_peers(self, most_by_past: Floats, offset: float) -> Floats:
         """Highest level at which each rank is as fast as its peers. Those of a pair lie as far
@@ -195,9 +215,8 @@ class RankTests(Persistent):
         return most
 
     def _peers_level(self) -> Floats:
-        """Level (0 or less) of each rank's healthy peers: 0, the middle of three and more; of a
-        pair, the level of the other rank, for devices become slower than they were built, not
-        faster."""
+        """Level (0 or less) of each rank's healthy peers beyond their middle: of a pair, that of
+        the other rank, for devices become slower than they were built, not faster."""
         result: Floats = np.zeros(self.past.size)
         if self._pairs.size:
             other = self._pairs[::-1]
@@ -240,21 +259,35 @@ class RankTests(Persistent):
         """Spread of healthy devices around their peers, with a prior for small jobs: that of their
         baselines, without what the noise of these makes where the common mode is removed."""
         square = (_OFFSET_SPREAD * self._wider) ** 2
-        use = self._majority & (self.past >= 2 * _SETTLED)
+        use = self._has_baseline()
         number = int(np.count_nonzero(use))
         if number:
             noise = float(np.median(self.noise[use] ** 2 / self.past[use]))
-            seen = mad_sigma(self.mean[use], 0.0) ** 2
+            seen = deviation((self.mean - self._middle())[use]) ** 2
             seen = max(seen - noise, 0.0) if use.size >= FEW_RANKS else seen
             square = (_OFFSET_WEIGHT * square + number * seen) / (_OFFSET_WEIGHT + number)
         return float(np.sqrt(square))
 
-    def _scale(self, residual: StepResidual, deviation: Floats) -> Floats:
+    def _has_baseline(self) -> Bools:
+        """Ranks whose baseline tells the level of their peers."""
+        result: Bools = self._majority & (self.past >= 2 * _SETTLED)
+        return result
+
+    def _middle(self) -> Floats:
+        """Middle level of each rank's peers; 0 where there are fewer than four. What is expected
+        of them was learned in a few steps, with the slow ones among them."""
+        use = self._has_baseline()
+        classes, size = self._classes[use], int(self._classes.max()) + 1
+        level = group_median(self.mean[use], classes, size)
+        level[np.bincount(classes, minlength=size) < FEW_RANKS] = 0.0
+        return level[self._classes]
+
+    def _scale(self, residual: StepResidual, value: Floats) -> Floats:
         """Standard deviation of a step's residual: the scatter between steps, and at least the
         error of the expectation."""
         noise = noise_of(self.window)
         if not noise.any():
-            seen = deviation[np.isfinite(deviation)]
+            seen = value[np.isfinite(value)]
             noise = np.full_like(noise, mad_sigma(seen, 0.0) if seen.size >= 4 else 0.0)
         return np.maximum(noise, residual.error)
 
@@ -302,7 +335,7 @@ class RankTests(Persistent):
     def slowest_healthy(self) -> Floats:
         """The highest level (log residual) at which each rank is surely healthy: its baseline,
         limited by its peers; -inf where there is neither."""
-        most = self._bound * self._offset_spread()
+        most = self._middle() + self._bound * self._offset_spread()
         known = np.where(self.past > 0, self.mean, -np.inf)
         return np.where(self._majority, np.minimum(self.mean, most), known)
 
@@ -310,12 +343,13 @@ class RankTests(Persistent):
         """Takes over what is known of some ranks, which have other positions here; all others begin
         with the next step."""
         self.steps, self.count, size = older.steps, older.count, self.past.size
-        for name, empty in (("window", np.nan), ("falls", np.nan), ("unlike", False)):
+        windows = ("window", np.nan), ("falls", np.nan), ("unlike", False), ("misfits", 0.0)
+        for name, empty in windows:
             column = getattr(older, name)
             grown = np.full((len(column), size), empty, column.dtype)
             grown[:, new] = column[:, old]
             setattr(self, name, grown)
-        for name in ("mean", "past", "noise", "first"):
+        for name in ("mean", "past", "noise", "first", "cleared", "gains"):
             getattr(self, name)[..., new] = getattr(older, name)[..., old]
         self.peer_test.continue_from(older.peer_test, old, new)
         self.past_test.continue_from(older.past_test, old, new)
@@ -330,11 +364,13 @@ class RankTests(Persistent):
 
     def add(self, rank: int, gain: float) -> None:
         """Adds evidence from a probe (a log-likelihood ratio) on one rank."""
+        self.gains[rank] += gain
         self.peer_test.add(rank, gain, self.ceiling)
         self.past_test.add(rank, gain, self.ceiling)
 
     def clear(self, ranks: Bools) -> None:
         """Resets the evidence on some ranks."""
+        self.cleared[ranks], self.gains[ranks] = self.count, 0.0
         self.peer_test.reset(ranks)
         self.past_test.reset(ranks)
 
