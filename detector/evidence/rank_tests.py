@@ -37,8 +37,7 @@ _ALIKE = 8.0
 _MEMORY = 100
 """Steps over which the baseline is averaged, at most."""
 _EARLY = 8
-"""First steps, of which the comparison with the peers is made anew in each: the noise of all of
-them is known better then."""
+"""First steps, in each of which all of them are compared with the peers again."""
 _SETTLED = 2
 """Steps before a baseline counts without peers."""
 _OFFSET_SPREAD = 0.007
@@ -194,8 +193,9 @@ class RankTests(Persistent):
         )
 
     def _judge(self, test: EDetector, most: Floats, judged: Bools, anew: Bools) -> None:
-        """Adds the evidence of this step beyond the highest healthy level `most`, whose last row it
-        is, shape (steps, ranks); in the first steps that of all steps, `anew` for some ranks."""
+        """Adds the evidence of this step, which is what lies above the highest healthy level: the
+        last row of `most`, shape (steps, ranks). In the first steps the evidence on the ranks in
+        `anew` is taken from all of them again, with the noise as it is known by now."""
         if self.count == len(self.window) <= _EARLY and anew.any():
             test.reset(anew)
             for at, row in enumerate(self.window[:-1].astype(np.float64)):
