@@ -105,7 +105,12 @@ class StepEvidence:
 
 class RankTests(Persistent):
     """Sequential tests of all ranks of one layout, with the window of residuals they use,
-    oldest step first, and of where these are of work unlike any before."""
+    oldest step first, and of where these are of work unlike any before.
+
+    cleared  number of steps that the evidence on each rank no longer counts
+    gains    evidence (log) from probes of each rank, since then
+    misfits  of the first steps: how far each residual may be wrong (log) beside its peers'
+    """
 
     _saved = (
         "window", "unlike", "falls", "steps", "count", "mean", "past", "noise", "first",
