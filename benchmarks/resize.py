@@ -99,6 +99,38 @@ Round = dict[str, dict[str, Seen]]
 
 def main() -> None:
     """Measure, print, and write JSON where asked."""
+    options = _options()
+    sizes = options.size or USUAL_SIZES
+    changes, moving = options.changes, options.moving
+    if options.copying:
+        rows = []
+        for size, change in product(sizes, moving):
+            for row in copying(size, change, options.copying):
+                print(*row, flush=True)
+                rows.append(row)
+        report("Copying steps, and another step, over the usual step", COPYING, rows, options.json)
+        return
+    if options.link_mbs:
+        rows = [link(size, change, options.link_mbs) for size, change in product(sizes, moving)]
+        report("Change of layout through slow links", LINK, rows, options.json)
+        return
+    if options.warm_up:
+        rows = [warm_up(size, options.warm_up) for size in sizes]
+        report("First step with a new rank, over the usual step", WARM_UP, rows, options.json)
+        return
+
+    def one_round() -> Round:
+        return {size: seen_once(size, changes, attach=not options.sockets) for size in sizes}
+
+    rounds = measure(one_round, options.repeats, options.minutes * 60)
+    rows = [row for s in sizes for row in summary(s, changes, [one[s] for one in rounds])]
+    way = "through sockets" if options.sockets else "between ranks of one host"
+    title = f"Change of layout: live {way} against stop and restart, medians of {len(rounds)}"
+    report(title, COLUMNS, rows, options.json, rounds=len(rounds))
+    print(f"held twice at most: {LIMIT.limit_bytes >> 20} MiB allowed")
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
     parser.add_argument(
@@ -135,38 +167,11 @@ def main() -> None:
         parser.error("--copying: at least 4 changes, for quartiles")
     if options.warm_up is not None and options.warm_up < 2:
         parser.error("--warm-up: at least 2 pairs, for quartiles")
-    sizes = options.size or USUAL_SIZES
-    changes = [c for c in CHANGES if c.name in (options.change or [c.name])]
-
-    moving = [change for change in changes if change.old != change.new]
-    if (options.copying or options.link_mbs) and not moving:
+    options.changes = [c for c in CHANGES if c.name in (options.change or [c.name])]
+    options.moving = [change for change in options.changes if change.old != change.new]
+    if (options.copying or options.link_mbs) and not options.moving:
         parser.error("--copying and --link-mbs: the change moves no state")
-    if options.copying:
-        rows = []
-        for size, change in product(sizes, moving):
-            for row in copying(size, change, options.copying):
-                print(*row, flush=True)
-                rows.append(row)
-        report("Copying steps, and another step, over the usual step", COPYING, rows, options.json)
-        return
-    if options.link_mbs:
-        rows = [link(size, change, options.link_mbs) for size, change in product(sizes, moving)]
-        report("Change of layout through slow links", LINK, rows, options.json)
-        return
-    if options.warm_up:
-        rows = [warm_up(size, options.warm_up) for size in sizes]
-        report("First step with a new rank, over the usual step", WARM_UP, rows, options.json)
-        return
-
-    def one_round() -> Round:
-        return {size: seen_once(size, changes, attach=not options.sockets) for size in sizes}
-
-    rounds = measure(one_round, options.repeats, options.minutes * 60)
-    rows = [row for s in sizes for row in summary(s, changes, [one[s] for one in rounds])]
-    way = "through sockets" if options.sockets else "between ranks of one host"
-    title = f"Change of layout: live {way} against stop and restart, medians of {len(rounds)}"
-    report(title, COLUMNS, rows, options.json, rounds=len(rounds))
-    print(f"held twice at most: {LIMIT.limit_bytes >> 20} MiB allowed")
+    return options
 
 
 def report(

@@ -14,7 +14,7 @@ from resihp.contracts import LinkVerdict, Op, Status, TelemetryBatch
 from resihp.formatting import numbers
 
 from .arrays import Bools, Ints, group_median
-from .evidence.rank_tests import LevelTest
+from .evidence.level_tests import LevelTest
 from .evidence.status import SUSPECT_AT, beliefs
 from .persistence import Persistent, State
 from .rank_table import RankTable

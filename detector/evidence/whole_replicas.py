@@ -14,7 +14,8 @@ from ..persistence import Persistent
 from ..rank_table import RankTable
 from ..residuals import FixedShare
 from ..settings import DetectorSettings
-from .rank_tests import TURNS, LevelTest, StepEvidence
+from .level_tests import LevelTest
+from .rank_tests import TURNS, StepEvidence
 
 _CHUNKS = 128
 _STEPS = 8
