@@ -37,7 +37,7 @@ from .recent_steps import RecentSteps
 from .settings import DetectorSettings
 from .step_time import StepExpectation
 from .verdict_text import VerdictSummary, verdict_of
-from .whatif.effects import SlowDevice
+from .whatif.places import SlowDevice
 
 _MOST_AHEAD, _MOST_AHEAD_RECORDS = 64, 2**20
 """Messages of a newer plan than the known one that are kept, and records in them."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from resihp.contracts import Cause, Diagnosis, Job, Layout, TelemetryBatch
 from resihp.formatting import listed
 
-from .whatif.effects import SlowDevice
+from .whatif.places import SlowDevice
 from .whatif.step_replay import StepReplay
 
 CAUSES: tuple[Cause, ...] = tuple(cause for cause in Cause if cause is not Cause.NONE)

@@ -2,7 +2,7 @@
 
 from .analysis import WhatIf
 from .causes import Causes
-from .effects import SlowDevice
 from .operations import OpGrid, OpKind
+from .places import SlowDevice
 
 __all__ = ["Causes", "OpGrid", "OpKind", "SlowDevice", "WhatIf"]

@@ -21,8 +21,9 @@ from resihp.contracts import Cause
 
 from ..arrays import mean, quantile
 from .analysis import WhatIf
-from .effects import EFFECTS, SETS, Effects, SlowDevice, fair_costs, known_factor, without_stalls
+from .effects import EFFECTS, SETS, Effects, fair_costs, without_stalls
 from .operations import COLLECTIVE, COMPUTE, P2P, Floats, Ints, OpKind
+from .places import SlowDevice, known_factor
 
 _ALONE = (OpKind.FORWARD, OpKind.BACKWARD, OpKind.OPTIMIZER, OpKind.GC)
 USUAL = 0.1
@@ -220,7 +221,7 @@ _MOST = 0.5  # share from which a place has most of something
 
 def in_passes(effects: Effects, stages: int) -> dict[Cause, str]:
     """Sentences on the heaviest stage and on uneven microbatches."""
-    alike = effects.without([Cause.DEVICE])
+    alike = effects.of_equal_parts
     found = {}
     if stages > 1 and (words := _heavy_stage(alike, stages)):
         found[Cause.STAGE_IMBALANCE] = words

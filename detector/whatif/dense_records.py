@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,9 @@ class DenseRecords:
 
     passes      [2, C, D, T, M] forward and backward
     work        [2, D, T, M] tokens and sum of squared lengths; None where they are not known
-    mates       as `passes`, of the middle rank of each group; None where the groups' timers do not
-                differ, each lasting as long as the slowest rank's
+    mates       as `passes`, of the middle rank of each group for the largest share of a member;
+                None where the groups' timers do not differ, each lasting as long as the slowest
+                rank's
     p2p         [S, D, T, M] a transfer over the link from a stage to the next one
     collective, optimizer, data
                 [S, D, T] all of a step; `data` without what `microbatch_data` holds
@@ -108,12 +109,16 @@ class _PlacedRecords:
     steps: Ints  # their numbers
     slot: Ints  # of the rank within its tensor-parallel group
     slots: int
+    wider: Floats  # largest share of the rank's group over its own
     peer_stage: Ints
 
     @classmethod
     def of(cls, layout: Layout, batch: TelemetryBatch, chunks: int, quota: int) -> _PlacedRecords:
         places = np.array([(p.rank, p.dp, p.pp, p.tp) for p in layout.places()]).T
-        places = places[:, np.argsort(places[0])]
+        shares = [s.shares for replica in layout.replicas for s in replica.stages]
+        wider = np.concatenate([max(part) / np.array(part, np.float64) for part in shares])
+        order = np.argsort(places[0])
+        places, wider = places[:, order], wider[order]
         batch = batch.select(positions(places[0], batch.rank) >= 0)
         found = positions(places[0], batch.rank)
         steps, step = np.unique(batch.step, return_inverse=True)
@@ -136,7 +141,7 @@ class _PlacedRecords:
             "microbatch": number,
         }
         beyond = np.where(peer >= 0, places[2][peer], -1)
-        return cls(batch, at, steps, tp, slots, beyond)
+        return cls(batch, at, steps, tp, slots, wider[found], beyond)
 
     def fill(
         self, shape: tuple[int, ...], op: Op, *axes: str, add: bool = False, all_: bool = False
@@ -170,11 +175,14 @@ class _PlacedRecords:
     def mates(
         self, shape: tuple[int, ...], slowest: list[NDArray[np.float64]]
     ) -> NDArray[np.float64] | None:
-        """Passes of the middle rank of each group (the lower of two); None where they do not
-        differ from those of the slowest."""
+        """Passes of the middle rank of each group (the lower of two), as if it held the largest
+        share; None where they do not differ from those of the slowest."""
         inner = self.batch.microbatch >= 0
         axes = ("chunk", "dp", "step", "microbatch")
-        grids = [self._slots(inner & (self.batch.op == op), shape, *axes) for op in _COMPUTE]
+        as_wide = replace(
+            self, batch=replace(self.batch, compute_ms=self.batch.compute_ms * self.wider)
+        )
+        grids = [as_wide._slots(inner & (self.batch.op == op), shape, *axes) for op in _COMPUTE]
         middle = np.stack([quantile(grid, 0.5, axis=0)[0] for grid in grids])
         apart = np.stack(slowest) > (1.0 + _SAME) * middle
         return middle if np.count_nonzero(apart) > 0.25 * np.isfinite(middle).sum() else None

@@ -9,7 +9,7 @@ stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -18,10 +18,11 @@ from math import factorial
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Cause, Layout, Status, Verdict
+from resihp.contracts import Cause
 
 from ..arrays import deviation, mean, median, quantile, running_median
 from .operations import Floats, Ints
+from .places import HeldParts
 
 EFFECTS = (Cause.DEVICE, Cause.STAGE_IMBALANCE, Cause.SEQUENCE_IMBALANCE)
 SETS = tuple(frozenset(c) for size in range(4) for c in combinations(EFFECTS, size))
@@ -42,7 +43,8 @@ class Effects:
     None where nothing is recorded. `mates` are the times of another rank that computes the same
     microbatches; None where there is none. `known` [1, C, D, T, 1] are the factors of devices that
     are known to be slow: they are removed first, the rest is estimated. `by_host` are those of them
-    that are slow because of their hosts.
+    that are slow because of their hosts. `parts` is what every place holds of the model; None where
+    all replicas of a stage hold as much.
     """
 
     times: Floats
@@ -50,6 +52,7 @@ class Effects:
     mates: NDArray[np.float64] | None = None
     known: NDArray[np.float64] | float = 1.0
     by_host: NDArray[np.float64] | None = None
+    parts: HeldParts | None = None
 
     @property
     def separates_devices(self) -> bool:
@@ -59,11 +62,12 @@ class Effects:
 
     @cached_property
     def device(self) -> NDArray[np.float64]:
-        """Factor [1, C, D, T, 1] by which a device is slower than its peers at that step."""
+        """Factor [1, C, D, T, 1] by which a device is slower at that step than its peers, which
+        hold as much of the model."""
         times, expected = self._times, self._expected
         residual = _relative(times) if expected is None else np.log(times / expected)
         level = median(residual, axis=(0, 4))[0, :, :, :, 0]
-        found = np.exp(np.nan_to_num(_steady(level, among_mates=self._among_mates)))
+        found = np.exp(np.nan_to_num(_steady(level, self._kind, among_mates=self._among_mates)))
         return np.asarray(found[None, :, :, :, None] * self.known, np.float64)
 
     def without(self, gone: Collection[Cause]) -> NDArray[np.float64]:
@@ -90,6 +94,11 @@ class Effects:
         of_devices = max(both - hosts + devices - neither, 0.0)
         total = of_hosts + of_devices
         return of_hosts / total if total > 0 else 0.0
+
+    @property
+    def of_equal_parts(self) -> NDArray[np.float64]:
+        """The times if all devices were equally fast, of places of a stage that hold as much."""
+        return np.asarray(self._alike / self._size, np.float64)
 
     @cached_property
     def _alike(self) -> NDArray[np.float64]:
@@ -124,7 +133,7 @@ class Effects:
         work shows in every pass of a microbatch and noise only in one: it is the squared
         correlation of a pass with the mean of the microbatch's other passes.
         """
-        logs = np.log(self._alike)
+        logs = np.log(self.of_equal_parts)
         logs -= mean(logs, axis=_MICROBATCHES)
         if self.work is not None and self._expected is not None:
             told = np.log(np.where(np.isnan(logs), np.nan, self._expected))
@@ -137,8 +146,18 @@ class Effects:
 
     @cached_property
     def _times(self) -> NDArray[np.float64]:
-        """The times without the factors of known slow devices."""
-        return np.asarray(self.times / self.known, np.float64)
+        """The times without the factors of known slow devices, of places that hold as much."""
+        return np.asarray(self.times / (self.known * self._size), np.float64)
+
+    @property
+    def _size(self) -> Floats | float:
+        return 1.0 if self.parts is None else self.parts.size
+
+    @property
+    def _kind(self) -> Ints:
+        """Equal numbers [C, D] for places that are peers."""
+        kind = np.zeros(self.times.shape[1:3], np.int64)
+        return kind if self.parts is None else self.parts.kind
 
     @property
     def _among_mates(self) -> bool:
@@ -148,10 +167,11 @@ class Effects:
     @cached_property
     def _expected(self) -> NDArray[np.float64] | None:
         """Times of a healthy device of the stage for the same work; None where they are unknown."""
-        usual = self.mates if self._among_mates and self.mates is not None else self._times
+        mates = None if self.mates is None else np.asarray(self.mates / self._size, np.float64)
+        usual = mates if self._among_mates and mates is not None else self._times
         if self.work is not None:
             return by_lengths(usual, self.work)
-        return by_other_passes(usual) if self.times.shape[1] > 1 else self.mates
+        return by_other_passes(usual) if self.times.shape[1] > 1 else mates
 
 
 def fair_costs(steps: Mapping[frozenset[Cause], float]) -> dict[Cause, float]:
@@ -186,16 +206,17 @@ def _relative(times: Floats) -> NDArray[np.float64]:
     return running_median(level - peers, axis=3, window=9)
 
 
-def _steady(level: Floats, *, among_mates: bool) -> NDArray[np.float64]:
+def _steady(level: Floats, kind: Ints, *, among_mates: bool) -> NDArray[np.float64]:
     """Log factor [C, D, T] of every device: its usual level, or the present one where it differs
     for a few steps, or by far for one.
 
-    The zero is the median of the peers of a stage; without peers, the faster steps of the device
-    itself. With `among_mates`, the level is the distance of the slowest member of a group from the
-    median one, and a zero above the usual distance of members is limited to that.
+    The zero is the median of the peers of a stage, which are of one kind [C, D]; without peers, the
+    faster steps of the device itself. With `among_mates`, the level is the distance of the slowest
+    member of a group from the median one, and a zero above the usual distance of members is limited
+    to that.
     """
     usual = median(level, axis=2)
-    zero = quantile(usual, 0.5, axis=1) if level.shape[1] > 1 else quantile(level, 0.25, axis=2)
+    zero = _zero(level, usual, kind)
     if among_mates:
         zero = np.minimum(zero, _MEMBERS)
     away = level - usual
@@ -207,6 +228,18 @@ def _steady(level: Floats, *, among_mates: bool) -> NDArray[np.float64]:
     alone = np.abs(away) > 2.0 * max(_SHIFT_LEAST, _SHIFT_SIGMAS * sigma)
     shift = np.where(alone, away, np.where(left, smooth, 0.0))
     return np.asarray(usual + shift - zero, np.float64)
+
+
+def _zero(level: Floats, usual: Floats, kind: Ints) -> NDArray[np.float64]:
+    """Level [C, D, 1] of healthy devices."""
+    zero = np.empty(usual.shape)
+    for place, kinds in enumerate(kind):
+        for peers in (kinds == number for number in np.unique(kinds)):
+            if np.count_nonzero(peers) > 1:
+                zero[place, peers] = quantile(usual[place, peers], 0.5, axis=0)
+            else:
+                zero[place, peers] = quantile(level[place, peers], 0.25, axis=1)
+    return zero
 
 
 _STALL_LEAST = 0.25
@@ -315,64 +348,3 @@ def _fit(terms: Floats, times: Floats) -> NDArray[np.float64]:
         rows = error <= max(5.0 * float(np.median(error)), 1e-6)
     fitted[use] = np.maximum(predicted, 0.05 * float(np.median(y)))
     return fitted
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlowDevice:
-    """A device that the detector has named, and that a what-if analysis need not find again.
-
-    dp, pp  replica and stage that it is part of
-    factor  its slowdown
-    since   first slow step; None: from the start
-    until   first step in which it was healthy again; None: still slow
-    by_host its host is the cause, as its sensors show
-    """
-
-    rank: int
-    dp: int
-    pp: int
-    factor: float
-    since: int | None = None
-    until: int | None = None
-    by_host: bool = False
-
-    @classmethod
-    def named(
-        cls, verdicts: Iterable[Verdict], layout: Layout, *, by_host: Collection[int] = ()
-    ) -> tuple[SlowDevice, ...]:
-        """The devices of a layout that verdicts name, the slowest first. `by_host` are the ranks
-        whose hosts are the cause."""
-        places = {place.rank: place for place in layout.places()}
-        found = [
-            cls(
-                rank=v.rank,
-                dp=place.dp,
-                pp=place.pp,
-                factor=v.slowdown,
-                since=v.since_step,
-                by_host=v.rank in by_host,
-            )
-            for v in verdicts
-            if v.status is Status.FAIL_SLOW and (place := places.get(v.rank)) is not None
-        ]
-        return tuple(sorted(found, key=lambda device: (-device.factor, device.rank)))
-
-
-def known_factor(
-    slow: Sequence[SlowDevice], steps: Ints, replicas: Ints, *, stages: int, chunks: int
-) -> NDArray[np.float64]:
-    """Factor [1, C, D, T, 1] of the slowest known device of every place at every step.
-
-    `steps` [T] and `replicas` [D] are their numbers. The places are those of `Effects`: each chunk
-    of a stage is as slow as the device that holds the stage.
-    """
-    factor = np.ones((1, stages * chunks, replicas.size, steps.size, 1))
-    for device in slow:
-        on = np.ones(steps.size, bool) if device.since is None else steps >= device.since
-        if device.until is not None:
-            on &= steps < device.until
-        if device.pp < stages:
-            held = factor[0, device.pp :: stages, :, :, 0]
-            rows = np.ix_(np.arange(chunks), replicas == device.dp, on)
-            held[rows] = np.maximum(held[rows], device.factor)
-    return factor

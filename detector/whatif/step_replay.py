@@ -20,8 +20,9 @@ from resihp.pipeline.orders import Part, Pass, job_orders
 from ..arrays import mean, median, quantile
 from .causes import USUAL, in_passes, lost_by_cause, most_of
 from .dense_records import DenseRecords
-from .effects import Effects, SlowDevice, known_factor, without_stalls
+from .effects import Effects, without_stalls
 from .operations import Floats
+from .places import HeldParts, SlowDevice, known_factor
 
 _PARTS = {Part.WHOLE: 1.0, Part.INPUT: 0.5, Part.WEIGHT: 0.5}
 _Key = tuple[int, int, int]  # direction, virtual stage, microbatch
@@ -209,6 +210,7 @@ class StepReplay:
             None if cubes.mates is None else _measured(cubes.mates),
             factor(slow),
             factor(held_back) if held_back else None,
+            HeldParts.of(layout, job.chunks),
         )
         return cls(whole, graph, effects)
 

@@ -1,12 +1,13 @@
 """The diagnosis from microbatch records alone: groups, lengths, chunks and uneven layouts."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from detector.diagnosis import Costs, costs_of, diagnose
-from detector.whatif.effects import SlowDevice, known_factor
+from detector.whatif.places import SlowDevice, known_factor
 from detector.whatif.step_replay import StepReplay
 from resihp.contracts import (
     Cause,
@@ -283,6 +284,69 @@ def test_a_device_counts_as_slow_only_while_it_was():
         == [[1, 1, 1, 1]] * 2 + [[1, 2, 1, 2]] * 2 + [[1, 1, 1, 1]] * 2
     )
     assert (factor[0, :, 0] == 1.0).all()
+
+
+def in_parts(batch, layout):
+    """Records in proportion to what each rank holds of 8 layers in 16 units."""
+    size = {
+        rank: stage.layer_count / 8 * units / 16
+        for replica in layout.replicas
+        for stage in replica.stages
+        for rank, units in zip(stage.ranks, stage.shares, strict=True)
+    }
+    held = np.array([size[rank] for rank in batch.rank.tolist()])
+    return replace(batch, compute_ms=batch.compute_ms * held)
+
+
+def replica(first, *stages):
+    """A replica of stages that are given by their number of layers and their shares."""
+    built, layer = [], 0
+    for layers, *shares in stages:
+        ranks = tuple(range(first, first + len(shares)))
+        built.append(Stage(ranks, (layer, layer + layers), tuple(shares)))
+        first, layer = first + len(shares), layer + layers
+    return Replica(tuple(built))
+
+
+UNEVEN = [
+    Layout((replica(0, (4, 8, 8), (4, 8, 8)), replica(4, (4, 16), (4, 8, 8)))),
+    Layout((replica(0, (8, 8, 8)), replica(2, (8, 8, 8)), replica(4, (8, 16)))),
+    Layout((replica(0, (4, 8, 8), (4, 8, 8)), replica(4, (6, 11, 5), (2, 8, 8)))),
+    Layout((replica(0, (8, 11, 5)), replica(2, (8, 8, 8)))),
+    Layout((replica(0, (8, 11, 5)),)),
+]
+
+
+@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_holding_more_of_the_model_is_not_being_slow(layout, lengths):
+    """As after a plan, which gives a slow device less to do and others what a lost one held."""
+    job = job_of(layout, 4)
+    batch = in_parts(records(job, spread=0.1, lengths=lengths), layout)
+    found = StepReplay.of(job, layout, [batch])
+    assert np.abs(found.effects.device - 1.0).max() < 0.02
+    assert found.lost_ms[Cause.DEVICE] < 0.02 * found.step_ms
+    fullest = re.search(r"fullest replica (\S+)x", found.where.get(Cause.SEQUENCE_IMBALANCE, ""))
+    assert fullest is None or float(fullest[1]) < 1.1
+
+
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_a_device_that_slows_is_found_whatever_it_holds(layout):
+    job = job_of(layout, 4)
+    for stage in (layout.replicas[0].stages[0], layout.replicas[-1].stages[-1]):
+        slow = {stage.ranks[int(np.argmax(stage.shares))]: 1.5}
+        batch = in_parts(records(job, slow=slow, lengths=True), layout)
+        assert StepReplay.of(job, layout, [batch]).effects.device.max() == pytest.approx(1.5, 0.02)
+
+
+def test_a_known_device_that_was_given_less_costs_nothing():
+    layout = UNEVEN[3]
+    job = job_of(layout, 4)
+    batch = in_parts(records(job, slow={1: 1.5}, noise=0.0), layout)
+    verdict = Verdict(rank=1, status=Status.FAIL_SLOW, slowdown=1.5, since_step=2)
+    found = StepReplay.of(job, layout, [batch], SlowDevice.named([verdict], layout))
+    assert found.effects.device == pytest.approx(1.0)
+    assert found.lost_ms[Cause.DEVICE] == pytest.approx(0.0, abs=1e-9)
 
 
 def of_host(rank, layout, *, by_host=True):
