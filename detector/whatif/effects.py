@@ -211,15 +211,16 @@ def _steady(level: Floats, kind: Ints, *, among_mates: bool) -> NDArray[np.float
     for a few steps, or by far for one.
 
     The zero is the median of the peers of a stage, which are of one kind [C, D]; without peers, the
-    faster steps of the device itself. With `among_mates`, the level is the distance of the slowest
-    member of a group from the median one, and a zero above the usual distance of members is limited
-    to that.
+    faster steps of the device itself. What all places share in a step is no one's. With
+    `among_mates`, the level is the distance of the slowest member of a group from the median one,
+    and a zero above the usual distance of members is limited to that.
     """
     usual = median(level, axis=2)
     zero = _zero(level, usual, kind)
     if among_mates:
         zero = np.minimum(zero, _MEMBERS)
     away = level - usual
+    away = away - _common(away)
     sigma = deviation(np.diff(level, axis=2)) / np.sqrt(2.0)  # a lasting change is not noise
     unsure = _UNSURE * sigma / np.sqrt(level.shape[2])
     usual = np.where(np.abs(usual - zero) > unsure, usual, zero)
@@ -228,6 +229,15 @@ def _steady(level: Floats, kind: Ints, *, among_mates: bool) -> NDArray[np.float
     alone = np.abs(away) > 2.0 * max(_SHIFT_LEAST, _SHIFT_SIGMAS * sigma)
     shift = np.where(alone, away, np.where(left, smooth, 0.0))
     return np.asarray(usual + shift - zero, np.float64)
+
+
+def _common(away: Floats) -> NDArray[np.float64] | float:
+    """Distance [1, 1, T] of all places from their usual levels: of the middle ones, the least; none
+    where there is one place."""
+    if away.shape[0] * away.shape[1] == 1:
+        return 0.0
+    low, high = quantile(away, 0.5, axis=(0, 1)), -quantile(-away, 0.5, axis=(0, 1))
+    return np.asarray(np.nan_to_num(np.maximum(low, 0.0) + np.minimum(high, 0.0)), np.float64)
 
 
 def _zero(level: Floats, usual: Floats, kind: Ints) -> NDArray[np.float64]:

@@ -30,7 +30,7 @@ from .timeline import Spans, TraceTimeline
 
 __all__ = ["gantt", "onset", "png", "steps", "workers"]
 
-_MOST_DEVICES = 32  # rows of the onset map
+_MOST_DEVICES, _MOST_PLANS = 32, 64  # rows of the onset map, and lines in it
 
 
 def workers(analysis: Analysis) -> Figure:
@@ -52,20 +52,23 @@ def workers(analysis: Analysis) -> Figure:
 
 
 def onset(timeline: TraceTimeline) -> Figure | None:
-    """Heat map of the slowdown of each device against its peers in each step; None if no passes
-    were recorded."""
+    """Heat map of the slowdown of each device against its peers in each step, and the steps at
+    which plans took effect; None if no passes were recorded."""
     if not timeline.steps:
         return None
-    groups, factor = timeline.device_factor
+    devices = timeline.devices
+    factor = devices.factor
     worst = np.sort(np.argsort(-np.nanmax(factor, axis=1), kind="stable")[:_MOST_DEVICES])
     figure, axes = new_figure(1.1 + 0.16 * worst.size)
     slowdown_map(figure, axes, factor[worst])
     axes.set(xlabel="step", ylabel="rank")
-    columns = sparse_ticks(len(timeline.steps))
-    axes.set_xticks(columns, [str(timeline.steps[column]) for column in columns])
+    columns = sparse_ticks(len(devices.steps))
+    axes.set_xticks(columns, [str(devices.steps[column]) for column in columns])
     rows = sparse_ticks(worst.size, most=24)
-    shown = [groups[row] for row in worst]
+    shown = [devices.groups[row] for row in worst]
     axes.set_yticks(rows, [rank_span(shown[row]) for row in rows])
+    for column in devices.replanned[-_MOST_PLANS:]:
+        axes.axvline(column - 0.5, color=MUTED, linewidth=0.8, linestyle=":")
     _mark_onsets(axes, timeline, shown)
     return figure
 
@@ -73,13 +76,17 @@ def onset(timeline: TraceTimeline) -> Figure | None:
 def _mark_onsets(axes: Axes, timeline: TraceTimeline, groups: list[tuple[int, ...]]) -> None:
     """Mark the steps from which the detector called a device slow."""
     rows = {rank: row for row, group in enumerate(groups) for rank in group}
-    for device in timeline.slow:
-        over = device.until is not None and device.until <= timeline.steps[0]
-        if device.since is None or device.rank not in rows or over:
+    steps = timeline.devices.steps
+    named = {
+        (device.rank, device.since) for slow in timeline.analysis.slow.values() for device in slow
+    }
+    for rank, since in named:
+        if since is None or rank not in rows:
             continue
-        column = int(np.searchsorted(timeline.steps, device.since))
-        row = rows[device.rank]
-        axes.plot([column - 0.5] * 2, [row - 0.5, row + 0.5], color=INK, linewidth=2)
+        column = next((at for at, step in enumerate(steps) if step >= since), None)
+        if column is not None:
+            low = rows[rank] - 0.5
+            axes.plot([column - 0.5] * 2, [low, low + 1.0], color=INK, linewidth=2)
 
 
 def steps(analysis: Analysis) -> Figure | None:

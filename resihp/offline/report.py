@@ -35,6 +35,7 @@ def html(analysis: Analysis) -> str:
         cards=_key_figures(analysis),
         workers=analysis.whatif and plots.workers(analysis),
         onset=plots.onset(timeline),
+        replanned=bool(timeline.steps and timeline.devices.replanned),
         step=step,
         replica=replica,
         gantt=None if step is None or replica is None else plots.gantt(timeline, step, replica),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.whatif import Causes, SlowDevice
+from detector.whatif import Causes
+from detector.whatif.effects import Effects
 from detector.whatif.operations import COLLECTIVE, LABELS, P2P, OpKind
 from detector.whatif.step_replay import SPAN_NAMES, TRANSFERS, StepReplay
+from resihp.contracts import TelemetryBatch
 
 from ._analysis import Analysis
 
@@ -39,6 +42,46 @@ class Spans:
 
 
 @dataclass(frozen=True, eq=False)
+class DeviceFactors:
+    """How much slower than its peers every device was, step by step.
+
+    A tensor-parallel group computes as one: its row is that of the slowest member.
+
+    groups    the recorded ranks of each of R rows
+    steps     number of each of T columns, in order of time: a step that was redone comes twice
+    factor    [R, T]; NaN where the ranks of a row had no part in the step
+    replanned columns with which another plan took effect
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    steps: tuple[int, ...]
+    factor: NDArray[np.float64]
+    replanned: tuple[int, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[DeviceFactors]) -> DeviceFactors:
+        """Successive stretches as one. Ranks share a row if they do so in all of them."""
+        rows: dict[int, list[int]] = {}
+        for at, part in enumerate(parts):
+            for row, group in enumerate(part.groups):
+                for rank in group:
+                    rows.setdefault(rank, [-1] * len(parts))[at] = row
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in sorted(rows):
+            groups.setdefault(tuple(rows[rank]), []).append(rank)
+        among = np.array(list(groups), np.intp)
+        absent = np.where(among < 0, np.nan, 1.0)
+        factors = [part.factor[among[:, at]] * absent[:, at, None] for at, part in enumerate(parts)]
+        ends = np.cumsum([len(part.steps) for part in parts]).tolist()
+        return cls(
+            tuple(map(tuple, groups.values())),
+            tuple(step for part in parts for step in part.steps),
+            np.concatenate(factors, axis=1),
+            tuple(ends[:-1]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class TraceTimeline:
     """The timelines of an analyzed recording, step by step."""
 
@@ -46,10 +89,11 @@ class TraceTimeline:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps that can be shown; none if no passes were recorded."""
+        """Steps that can be shown: all, or those under the last plan that ran passes; none if no
+        passes were recorded."""
         if self.analysis.whatif is not None:
             return self.analysis.trace.steps
-        return () if self._stretch is None else tuple(self._stretch[1].cubes.steps.tolist())
+        return tuple(self._stretches[-1][1].cubes.steps.tolist()) if self._stretches else ()
 
     def actual(self, step: int) -> Spans:
         """One step as it was; without recorded start times, as replayed from the durations."""
@@ -86,55 +130,58 @@ class TraceTimeline:
         )
 
     @cached_property
-    def device_factor(self) -> tuple[tuple[tuple[int, ...], ...], NDArray[np.float64]]:
-        """The recorded ranks of each of R stages, and the factor [R, steps] by which the slowest of
-        them was slower than its peers. A tensor-parallel group computes as one. Requires `steps`.
-        """
+    def devices(self) -> DeviceFactors:
+        """How much slower than its peers every device was, step by step, under all plans. Requires
+        `steps`."""
+        whatif = self.analysis.whatif
+        if whatif is None:
+            parts = [
+                self._factors(
+                    version,
+                    range(len(replayed.cubes.quotas)),
+                    replayed.effects,
+                    replayed.cubes.steps.tolist(),
+                )
+                for version, replayed in self._stretches
+            ]
+            return DeviceFactors.joined(parts)
+        effects = Causes(whatif, self.analysis.slow[0]).effects
+        replicas = whatif.recording.replicas.tolist()
+        return self._factors(0, replicas, effects, self.analysis.trace.steps)
+
+    def _factors(
+        self, version: int, replicas: Sequence[int], effects: Effects, steps: Sequence[int]
+    ) -> DeviceFactors:
+        """Those under one plan; `replicas` are the numbers of the columns of `effects`."""
         recorded = set(self.analysis.trace.ranks)
-        layout = self.analysis.trace.layouts[self._version]
-        if self.analysis.whatif is not None:
-            effects = Causes(self.analysis.whatif, self.slow).effects
-            replicas = self.analysis.whatif.recording.replicas.tolist()
-        else:
-            assert self._stretch is not None
-            effects = self._stretch[1].effects
-            replicas = list(range(layout.dp))
+        layout = self.analysis.trace.layouts[version]
         found = {
             tuple(sorted(recorded.intersection(stage.ranks))): effects.device[0, pp, at, :, 0]
             for at, dp in enumerate(replicas)
             for pp, stage in enumerate(layout.replicas[dp].stages)
         }
         groups = tuple(sorted(group for group in found if group))
-        return groups, np.stack([found[group] for group in groups])
-
-    @property
-    def slow(self) -> tuple[SlowDevice, ...]:
-        """The devices in the layout of these steps that were named, also if they became healthy
-        again. Requires `steps`."""
-        return self.analysis.slow[self._version]
-
-    @property
-    def _version(self) -> int:
-        return 0 if self._stretch is None else self._stretch[0]
+        return DeviceFactors(groups, tuple(steps), np.stack([found[group] for group in groups]))
 
     @cached_property
-    def _stretch(self) -> tuple[int, StepReplay] | None:
-        """The newest plan version under which passes were recorded, and its steps, ready to be
-        replayed; None if there are none, or if the recording itself can be replayed."""
+    def _stretches(self) -> list[tuple[int, StepReplay]]:
+        """Each plan version under which passes were recorded, and its steps, ready to be replayed;
+        empty if the recording itself can be replayed."""
         if self.analysis.whatif is not None:
-            return None
+            return []
         trace = self.analysis.trace
-        batches = list(trace.batches())
-        for version in sorted({batch.plan_version for batch in batches}, reverse=True):
+        of_version: dict[int, list[TelemetryBatch]] = {}
+        for batch in trace.batches():
+            of_version.setdefault(batch.plan_version, []).append(batch)
+        found = []
+        for version, batches in sorted(of_version.items()):
             layout, slow = trace.layouts[version], self.analysis.slow[version]
-            own = [batch for batch in batches if batch.plan_version == version]
-            if (replayed := StepReplay.of(trace.job, layout, own, slow)) is not None:
-                return version, replayed
-        return None
+            if (replayed := StepReplay.of(trace.job, layout, batches, slow)) is not None:
+                found.append((version, replayed))
+        return found
 
     def _replayed_spans(self, *, ideal: bool, at: int) -> Spans:
-        assert self._stretch is not None
-        replayed = self._stretch[1]
+        replayed = self._stretches[-1][1]
         graph, (start, end) = replayed.graph, replayed.spans_ms(ideal=ideal)
         duration = (end - start)[:, :, at]
         op, column = np.nonzero(duration > 0)

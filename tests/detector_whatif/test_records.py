@@ -339,6 +339,22 @@ def test_a_device_that_slows_is_found_whatever_it_holds(layout):
         assert StepReplay.of(job, layout, [batch]).effects.device.max() == pytest.approx(1.5, 0.02)
 
 
+@pytest.mark.parametrize("factor", [1.6, 0.6])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_all_devices_share_is_no_one_s(pp, factor):
+    """As when a machine's clocks are lowered, beside a device that turns slow for itself."""
+    layout = Layout.grid(dp=2, pp=pp, tp=1, layers=8)
+    job = job_of(layout, 4)
+    for slow in ({}, {0: 1.3}):
+        batch = records(job, lengths=True, spread=0.1, steps=20, slow=slow)
+        later = np.where(batch.step >= 14, factor, 1.0)
+        found = StepReplay.of(job, layout, [replace(batch, compute_ms=batch.compute_ms * later)])
+        device = found.effects.device[0, :, :, :, 0]
+        assert device[0, 0, 2:] == pytest.approx(slow.get(0, 1.0), abs=0.04)
+        device[0, 0, 2:] = 1.0
+        assert device == pytest.approx(1.0, abs=0.04)
+
+
 def test_a_known_device_that_was_given_less_costs_nothing():
     layout = UNEVEN[3]
     job = job_of(layout, 4)

@@ -20,7 +20,7 @@ from resihp.offline import analyze, read_trace, write_perfetto, write_trace
 from resihp.offline.plots import onset
 from resihp.offline.report import html
 from resihp.offline.summary import facts, headline
-from resihp.offline.timeline import TraceTimeline
+from resihp.offline.timeline import DeviceFactors, TraceTimeline
 from resihp.testing.scenarios import Fault, steps_of
 
 KEYS = [
@@ -167,7 +167,7 @@ def test_a_group_is_shown_under_all_of_its_ranks_with_the_onset_of_the_slow_one(
     write_trace(tmp_path / "own.parquet", job, batches)
     analysis = analyze(read_trace(tmp_path / "own.parquet"))
     timeline = TraceTimeline(analysis)
-    groups, factor = timeline.device_factor
+    groups, factor = timeline.devices.groups, timeline.devices.factor
     assert groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     row = groups.index(next(group for group in groups if 5 in group))
     assert factor[row, -1] == pytest.approx(1.4, abs=0.05)
@@ -191,7 +191,7 @@ def test_a_device_that_became_healthy_again_is_marked_where_it_became_slow(tmp_p
     assert {verdict.status for verdict in analysis.verdicts} == {Status.HEALTHY}
     timeline = TraceTimeline(analysis)
     (line,) = onset(timeline).axes[0].lines
-    row = timeline.device_factor[0].index((5,))
+    row = timeline.devices.groups.index((5,))
     assert line.get_xydata().tolist() == [[9.5, row - 0.5], [9.5, row + 0.5]]
 
 
@@ -288,9 +288,8 @@ def test_the_timeline_is_that_of_the_last_layout_that_ran_passes(tmp_path, ranks
     assert analysis.layout.dp == 1
     timeline = TraceTimeline(analysis)
     assert timeline.steps == tuple(range(10))
-    groups, factor = timeline.device_factor
-    assert groups == ((0,), (1,), (2,), (3,))
-    np.testing.assert_allclose(factor[:, -1], [1.0, 1.0, 1.0, 1.6], atol=0.05)
+    assert timeline.devices.groups == ((0,), (1,), (2,), (3,))
+    np.testing.assert_allclose(timeline.devices.factor[:, -1], [1.0, 1.0, 1.0, 1.6], atol=0.05)
     assert "Timeline</h2>" in html(analysis)
 
 
@@ -314,6 +313,38 @@ def test_a_slow_device_that_left_the_layout_is_in_the_diagnosis(tmp_path, from_s
     said = [words for words in analysis.diagnosis.detail if "Rank 7 (replica 3, stage 1)" in words]
     assert said == [words for words in analysis.diagnosis.detail if "check the device" in words]
     assert said
+
+
+@pytest.mark.parametrize("from_step", [10, 2])
+def test_the_onset_is_shown_under_the_plan_of_its_step(tmp_path, from_step):
+    """Also of a device that has left since, and in steps that were redone under the next plan."""
+    slow = Fault(rank=7, factor=1.6, from_step=4)
+    timeline = TraceTimeline(
+        analyze(read_trace(shrunk(tmp_path, faults=[slow], from_step=from_step)))
+    )
+    devices = timeline.devices
+    assert devices.steps == (*range(10), *range(from_step, from_step + 10))
+    assert devices.replanned == (10,)
+    assert devices.groups == tuple((rank,) for rank in range(8))
+    expected = np.ones((8, 20))
+    expected[7, 4:10] = 1.6
+    expected[[3, 7], 10:] = np.nan
+    np.testing.assert_allclose(devices.factor, expected, atol=0.05)
+    axes = onset(timeline).axes[0]
+    marks = [line.get_xydata().tolist() for line in axes.lines]
+    assert [[3.5, 6.5], [3.5, 7.5]] in marks
+    assert [x for (x, _), (end, _) in marks if x == end == 9.5] == [9.5]
+
+
+def test_ranks_share_a_row_while_they_share_a_group():
+    first = DeviceFactors(((0, 1), (2, 3)), (0, 1), np.array([[1.0, 2.0], [3.0, 4.0]]))
+    then = DeviceFactors(((0, 1), (2,)), (2,), np.array([[5.0], [6.0]]))
+    both = DeviceFactors.joined([first, then])
+    assert both.groups == ((0, 1), (2,), (3,))
+    np.testing.assert_equal(both.factor, [[1, 2, 5], [3, 4, 6], [3, 4, np.nan]])
+    assert (both.steps, both.replanned) == ((0, 1, 2), (2,))
+    alone = DeviceFactors.joined([first])
+    assert (alone.groups, alone.replanned) == (first.groups, ())
 
 
 def test_the_last_steps_are_judged_though_records_of_them_are_missing(tmp_path):

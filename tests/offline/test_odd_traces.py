@@ -98,7 +98,8 @@ def test_a_slow_device_is_found_beside_a_replica_that_was_not_recorded(tmp_path)
     analysis = analysis_of(ops.select(ops.dp != 1), tmp_path)
     (named,) = (v.rank for v in analysis.verdicts if v.status is Status.FAIL_SLOW)
     assert analysis.diagnosis.detail[0].startswith(f"Rank {named} (replica 3, stage 1)")
-    groups, factor = TraceTimeline(analysis).device_factor
+    devices = TraceTimeline(analysis).devices
+    groups, factor = devices.groups, devices.factor
     np.testing.assert_allclose(factor[groups.index((named,)), 5:], 1.4, atol=0.05)
     np.testing.assert_allclose(np.delete(factor, groups.index((named,)), axis=0), 1.0, atol=0.05)
 
