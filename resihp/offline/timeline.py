@@ -43,7 +43,7 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class DeviceFactors:
-    """How much slower than its peers every device was, step by step.
+    """Slowdown of every device against its peers, step by step.
 
     A tensor-parallel group computes as one: its row is that of the slowest member.
 
@@ -131,7 +131,7 @@ class TraceTimeline:
 
     @cached_property
     def devices(self) -> DeviceFactors:
-        """How much slower than its peers every device was, step by step, under all plans. Requires
+        """Slowdown of every device against its peers, step by step, under all plans. Requires
         `steps`."""
         whatif = self.analysis.whatif
         if whatif is None:
@@ -152,7 +152,7 @@ class TraceTimeline:
     def _factors(
         self, version: int, replicas: Sequence[int], effects: Effects, steps: Sequence[int]
     ) -> DeviceFactors:
-        """Those under one plan; `replicas` are the numbers of the columns of `effects`."""
+        """Slowdowns under one plan; `replicas` are the numbers of the columns of `effects`."""
         recorded = set(self.analysis.trace.ranks)
         layout = self.analysis.trace.layouts[version]
         found = {
