@@ -261,23 +261,23 @@ class _PlanSearch:
         """Plan with the shortest step, by the actions of the job. Raises `InfeasibleError`."""
         if not self.job.takes_layouts:
             return self._in_place()
-        found = self._arrangement()
+        found = self._arrangements()
         if isinstance(found, Plan):
             return found
-        plan = self._plan(self._with_chunks(found))
+        plan = self._plan(self._with_chunks(found[0]))
         return self._kept_if_as_fast(plan) or plan
 
     def front(self) -> tuple[PlanOption, ...]:
         """Plans from the quickest one to that which moves least. Raises `InfeasibleError`."""
         if not self.job.takes_layouts:
             return (self._option(self._in_place()),)
-        quickest = self._arrangement()
-        if isinstance(quickest, Plan):
-            return (self._option(quickest),)
+        placed = self._arrangements()
+        if isinstance(placed, Plan):
+            return (self._option(placed),)
         if _is_interleaved(self.job) or Action.LAYOUT not in self.job.actions:
-            found = [self._with_chunks(quickest)]
+            found = [self._with_chunks(placed[0])]
         else:
-            given = self.job, self.layout, self.speeds, quickest, self.expired, self.links
+            given = self.job, self.layout, self.speeds, placed, self.expired, self.links
             found = [_found_plan(arrangement) for arrangement in search_front(*given)]
         options = [self._option(self._plan(one)) for one in found]
         options = _front_of(options) if self.links else options
@@ -289,8 +289,8 @@ class _PlanSearch:
     def _option(self, plan: Plan) -> PlanOption:
         return PlanOption.of(self.job, self.layout, plan)
 
-    def _arrangement(self) -> Arrangement | Plan:
-        """Quickest arrangement, or a plan that keeps the layout where the search finds none."""
+    def _arrangements(self) -> list[Arrangement] | Plan:
+        """Arrangements, the quickest first; a plan that keeps the layout where there are none."""
         try:
             return search(self.job, self.layout, self.speeds, self.expired, self.links)
         except InfeasibleError:

@@ -18,6 +18,7 @@ from .arrangements import initial_chains
 from .chains import Chain, by_length
 from .placement import exchange_groups, restore_positions, sort_by_speed
 from .quotas import Arrangement, ChainEvaluator, divide
+from .rank_orders import gathered_orders
 from .received_state import NearbyShares, ReceivedState
 from .replica_options import ReplicaOptions
 from .tp_groups import GroupTable
@@ -40,26 +41,27 @@ def search_front(
     job: Job,
     current: Layout,
     speeds: Mapping[int, float],
-    found: Arrangement,
+    found: Sequence[Arrangement],
     expired: Callable[[], bool],
     links: LinkSlowdowns = ALL_LINKS_HEALTHY,
 ) -> list[Arrangement]:
-    """Front from `found`, or one as fast that moves less, to the one that moves least.
+    """Front from the first of `found`, or one as fast that moves less, to the one that moves least.
 
-    Step times rise by at most 1%; bytes fall. Only `found` for a job without a model, of
+    Step times rise by at most 1%; bytes fall. Only the first one for a job without a model, of
     interleaved stages, or of too many devices, and where moving takes less than 1% of one step:
     no longer step is worth that, and after a loss the job waits for the plan.
     """
     sizes = StateBytes.of(job)
     is_interleaved = any(replica.chunks > 1 for replica in current.replicas)
-    if sizes is None or is_interleaved or _cells(found.chains) > _CELLS:
-        return [found]
-    groups = found.evaluator.setting.table.groups
-    quickest = _point(found, ReceivedState(current, groups, sizes))
+    best = found[0]
+    if sizes is None or is_interleaved or _cells(best.chains) > _CELLS:
+        return [best]
+    groups = best.evaluator.setting.table.groups
+    quickest = _point(best, ReceivedState(current, groups, sizes))
     points, fixed_ms = [quickest], layer_cost(job).step_ms
-    step_ms = found.makespan_ms + fixed_ms
+    step_ms = best.makespan_ms + fixed_ms
     if transfer_ms(job, quickest.most_bytes) < LIMITS[-1] * step_ms:
-        return [found]
+        return [best]
     nearby = NearbyShares(job, current, speeds, links)
     for placed in _placements(job, current, speeds, found, expired, links):
         slower = _SLOWER if _cells(placed.chains) <= _FEWER_CELLS else _SLOWER[:1]
@@ -107,17 +109,35 @@ def _placements(
     job: Job,
     current: Layout,
     speeds: Mapping[int, float],
-    found: Arrangement,
+    found: Sequence[Arrangement],
     expired: Callable[[], bool],
     links: LinkSlowdowns,
 ) -> Iterator[Arrangement]:
-    """Arrangements of `found`, of the groups in place, and of them after swaps within columns."""
-    yield found
+    """Arrangements of `found`, of the groups in place and, of a job that is not too large, of them
+    after swaps within columns, also of groups in which dead and slow ranks are gathered."""
+    yield from found
+    best = found[0]
+    yield from _in_place(job, current, speeds, best, expired, links)
+    if _cells(best.chains) <= _FEWER_CELLS:
+        for order in gathered_orders(current, speeds):
+            moved = replace(job, layout=order.of(job.layout))
+            yield from _in_place(moved, order.of(current), speeds, best, expired, links)
+
+
+def _in_place(
+    job: Job,
+    current: Layout,
+    speeds: Mapping[int, float],
+    best: Arrangement,
+    expired: Callable[[], bool],
+    links: LinkSlowdowns,
+) -> Iterator[Arrangement]:
+    """Arrangements of the groups in their places in `current`, and after swaps within columns."""
     groups, chains, _ = initial_chains(job, current, speeds, links, even=False, folds=0)
     if expired() or len(chains) > job.microbatches:
         return
     setting = replace(
-        found.evaluator.setting,
+        best.evaluator.setting,
         table=GroupTable.of(groups, links),
         footprint=MemoryFootprint.of(job, len(chains)),
     )
@@ -129,14 +149,14 @@ def _placements(
             in_place.append(divide(evaluator, chains))
     if not in_place:
         return
-    best = min(in_place, key=lambda placed: placed.makespan_ms)
-    yield best
+    quickest = min(in_place, key=lambda placed: placed.makespan_ms)
+    yield quickest
     if _cells(chains) > _FEWER_CELLS:
         return
-    evaluator = best.evaluator
+    evaluator = quickest.evaluator
     for start in (sort_by_speed(evaluator, chains), chains):
         if expired() or len(start) != len(chains) or not all(evaluator.fits(start, typical)):
             continue
-        target_ms = found.makespan_ms
+        target_ms = best.makespan_ms
         swapped = exchange_groups(evaluator, start, target_ms, swaps_only=True)
         yield divide(evaluator, restore_positions(evaluator, chains, swapped))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import product
 from math import isinf
 
@@ -16,7 +17,7 @@ from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from ..memory import MemoryFootprint, fits, plan_schedules
 from .arrangements import exhaustive, feasible_chains, initial_chains, out_of_memory
 from .chains import Chain, SearchSetting
-from .link_placement import rank_orders
+from .link_placement import link_orders
 from .placement import (
     drop_slow_stages,
     exchange_groups,
@@ -25,6 +26,7 @@ from .placement import (
     sort_by_speed,
 )
 from .quotas import Arrangement, ChainEvaluator, divide
+from .rank_orders import RankOrder, gathered_orders
 from .tp_groups import GroupTable
 
 _CLOSE = 2e-3  # gap up to which the search stops
@@ -59,15 +61,16 @@ def search(
     speeds: Mapping[int, float],
     expired: Callable[[], bool],
     links: LinkSlowdowns = ALL_LINKS_HEALTHY,
-) -> Arrangement:
-    """Best arrangement found before `expired`. Raises `InfeasibleError`.
+) -> list[Arrangement]:
+    """Arrangements found before `expired`: the best one, then others that may move less.
 
     Starts from `layout` and from the job's initial layout. If memory is insufficient, the search
     is repeated without the first schedules, with equal shares, with fewer replicas of more stages,
     with the shares of `layout` and all living members, however slow, and finally with pipelines
     that leave their slowest groups out; of a small job that memory limits, the other shares are
-    searched in any case. With slow links it is repeated from layouts in which ranks
-    have changed places (`link_placement`).
+    searched in any case. It is repeated from layouts in which ranks have changed places: dead and
+    slow ones are gathered (`rank_orders`; these are the others), and slow links carry less
+    (`link_placement`). Raises `InfeasibleError`.
     """
     schedules = plan_schedules(job)
     layouts = [layout] if layout == job.layout else [layout, job.layout]
@@ -88,7 +91,10 @@ def search(
         if best is not None:
             best, request = _with_other_shares(best, request, layout, folds)
             best = _repeated(best, request)
-            return _around_slow_links(best, request, layout, folds) if links else best
+            gathered = _with_gathered_ranks(best, request, layout, folds)
+            best = reduce(_better, gathered, best)
+            best = _around_slow_links(best, request, layout, folds) if links else best
+            return [best, *gathered]
         if failure is not None and failure.constraint != "memory":
             break
     assert failure is not None
@@ -149,25 +155,39 @@ def _around_slow_links(
     The places are those of the arrangement for healthy links, as the one that was found may have
     left out ranks for a slow link, and of that one.
     """
-    job, best, starts = request.job, found, [found]
+    job, starts = request.job, [found]
     with suppress(InfeasibleError):  # where only the initial layout fits into memory
         healthy = _search(replace(request, links=ALL_LINKS_HEALTHY), layout, folds)
         starts = [healthy] if healthy.layout == found.layout else [healthy, found]
     orders = {
         order.key: order
         for start in starts
-        for order in rank_orders(job, start, request.speeds, request.links)
+        for order in link_orders(job, start, request.speeds, request.links)
     }
-    for order in orders.values():
+    return reduce(_better, _after_exchanges(request, layout, folds, orders.values()), found)
+
+
+def _with_gathered_ranks(
+    found: Arrangement, request: _Request, layout: Layout, folds: int
+) -> list[Arrangement]:
+    """Arrangements from layouts in which dead and slow ranks are gathered, of a job of few
+    replicas."""
+    if len(found.chains) > _FEW_REPLICAS:
+        return []
+    orders = gathered_orders(layout, request.speeds)
+    return list(_after_exchanges(request, layout, folds, orders))
+
+
+def _after_exchanges(
+    request: _Request, layout: Layout, folds: int, orders: Iterable[RankOrder]
+) -> Iterator[Arrangement]:
+    """Best arrangement of a search after each exchange of ranks."""
+    for order in orders:
         if request.expired():
             break
-        moved = replace(request, job=replace(job, layout=order.of(job.layout)))
-        try:
-            option = _search(moved, order.of(layout), folds)
-        except InfeasibleError:
-            continue
-        best = _better(best, option)
-    return best
+        moved = replace(request, job=replace(request.job, layout=order.of(request.job.layout)))
+        with suppress(InfeasibleError):
+            yield _search(moved, order.of(layout), folds)
 
 
 def _better(best: Arrangement | None, found: Arrangement) -> Arrangement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +14,7 @@ from ..makespan import pipeline_makespans
 from ..simulator import stage_times
 from .chains import by_length
 from .quotas import Arrangement
+from .rank_orders import RankOrder
 
 _FEW_RANKS = 16  # up to which more exchanges in a row and more orders are tried
 _ROUNDS = (5, 3)  # exchanges in a row: with few ranks, with more
@@ -25,41 +25,7 @@ _PEERS = 64  # ranks with which each of them is exchanged
 _LEAST_GAIN = 1e-3  # microbatches
 
 
-@dataclass(frozen=True)
-class RankOrder:
-    """Exchange of ranks: the rank that works in the place of each one; the others keep theirs."""
-
-    instead: Mapping[int, int]
-
-    @property
-    def key(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of ranks: the one whose place it is and the one that works there."""
-        return tuple(self.instead.items())
-
-    def of(self, layout: Layout) -> Layout:
-        """The layout after the exchange; layers and shares stay in their places."""
-        return Layout(tuple(self.of_replica(replica) for replica in layout.replicas))
-
-    def of_replica(self, replica: Replica) -> Replica:
-        """One replica of it."""
-        get = self.instead.get
-        return Replica(
-            tuple(
-                replace(stage, ranks=tuple([get(rank, rank) for rank in stage.ranks]))
-                for stage in replica.stages
-            )
-        )
-
-    def then(self, pairs: Iterable[tuple[int, int]]) -> RankOrder:
-        """Exchange after which the ranks of each pair, as they work now, change places too."""
-        swap = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
-        places = {*self.instead, *swap}
-        now = {place: self.instead.get(place, place) for place in places}
-        moved = {place: swap.get(rank, rank) for place, rank in now.items()}
-        return RankOrder({p: r for p, r in sorted(moved.items()) if p != r})
-
-
-def rank_orders(
+def link_orders(
     job: Job, found: Arrangement, speeds: Mapping[int, float], links: LinkSlowdowns
 ) -> list[RankOrder]:
     """Exchanges from which a search for slow links starts again, the most promising first.

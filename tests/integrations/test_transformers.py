@@ -117,6 +117,8 @@ def test_zero_is_observed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The optimizer of the trainer does nothing then: the engine updates the parameters."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
     from resihp.integrations.transformers import ResiHPCallback
 
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")  # which the trainer sets
@@ -127,6 +129,7 @@ def test_zero_is_observed(
     }  # fmt: skip
     callback = ResiHPCallback(client=sidecar, heartbeat_s=0.0)
     trainer_of(callback, deepspeed=config, use_cpu=False, save_strategy="no").train()
+    unset_hf_deepspeed_config()  # or every model is loaded as ZeRO's from now on
     assert sidecar.passes() == passes(range(4))
     assert [job.microbatches for job in sidecar.jobs] == [3]
     assert callback.monitor.stats.failures == 0
