@@ -99,7 +99,6 @@ def _play(settings: DemoSettings, folder: Path, json_path: Path | None, trace: P
         if json_path is not None:
             document = {**to_json(record), "passed": record.passed}
             json_path.write_text(json.dumps(document, indent=1))
-        plans = [switch.plan for switch in record.switches]
-        write_recording(folder, settings.at(record.flops_per_ms).job(), plans, trace)
+        write_recording(folder, settings.at(record.flops_per_ms).job(), record.plans, trace)
     console.print(f"The job's recording: resihp analyze {trace}", soft_wrap=True)
     return record.passed

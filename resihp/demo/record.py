@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from resihp.contracts import Layout, Plan, Verdict
 
@@ -93,6 +93,11 @@ class DemoRecord:
     trained: str = ""
     flops_per_ms: float | None = None
     wanted_flops_per_ms: float | None = None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans applied, each from its step."""
+        return tuple(replace(switch.plan, from_step=switch.step) for switch in self.switches)
 
     @property
     def passed(self) -> bool:

@@ -33,11 +33,11 @@ def test_slow_and_dead_ranks_are_survived_without_changing_the_training(tmp_path
     assert len(after_death) == 1, said
     assert settings.dead_rank not in after_death[0].plan.layout.ranks
     assert record.steps[-1].step == settings.steps - 1
-    plans = [switch.plan for switch in record.switches]
-    write_recording(
-        tmp_path, settings.at(record.flops_per_ms).job(), plans, tmp_path / "trace.parquet"
-    )
+    job = settings.at(record.flops_per_ms).job()
+    write_recording(tmp_path, job, record.plans, tmp_path / "trace.parquet")
     analysis = analyze(read_trace(tmp_path / "trace.parquet"))
+    applied = [(plan.version, plan.from_step) for plan in analysis.trace.plans]
+    assert applied == [(switch.plan.version, switch.step) for switch in record.switches], said
     assert len(analysis.trace.steps) == settings.steps
     assert named <= {
         change.verdict.rank

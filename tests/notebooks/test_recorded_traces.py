@@ -8,7 +8,7 @@ import pytest
 
 from resihp.offline import read_trace, write_trace
 from resihp.testing.synthetic_traces import Recipe, Trouble, record, write_whatif
-from tests.notebooks.test_planning import execute
+from tests.notebooks.test_planning import execute, text_of
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "recorded_traces.ipynb"
@@ -33,14 +33,7 @@ def run(monkeypatch, tmp_path, **environment):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     execute(notebook, tmp_path)
-    return text_of(notebook)
-
-
-def text_of(notebook):
-    """The printed outputs of a notebook."""
-    return "".join(
-        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
-    )
+    return notebook.cells
 
 
 def check_synthetic(text):
@@ -53,15 +46,19 @@ def check_synthetic(text):
 # The kernel's sockets are closed by its own garbage collection, at a time of its choosing.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 def test_the_notebook_runs_on_synthetic_jobs(monkeypatch, tmp_path):
-    check_synthetic(run(monkeypatch, tmp_path, RESIHP_DEMO_TRACE=own_recording(tmp_path)))
+    cells = run(monkeypatch, tmp_path, RESIHP_DEMO_TRACE=own_recording(tmp_path))
+    check_synthetic(text_of(cells))
+    committed = nbformat.read(NOTEBOOK, as_version=4).cells
+    *_, with_demo = cells
+    assert "RESIHP_DEMO_TRACE" in with_demo.source
+    assert text_of(cells[:-1]) == text_of(committed[:-1])
 
 
-def test_the_committed_notebook_shows_the_same():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    check_synthetic(text_of(notebook))
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+def test_the_committed_notebook_shows_its_plots():
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
-    assert "Traceback" not in text_of(notebook)
+    assert "Traceback" not in text_of(cells)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
@@ -70,7 +67,7 @@ def test_the_notebook_runs_on_the_published_jobs(monkeypatch, tmp_path):
     folder = Path(named) if named else ROOT.parent / "shared" / "traces"
     if not (folder / "trace-SE.parquet").is_file():
         pytest.skip("RESIHP_TRACES names no folder with the published traces")
-    text = run(monkeypatch, tmp_path, RESIHP_TRACES=folder)
+    text = text_of(run(monkeypatch, tmp_path, RESIHP_TRACES=folder))
     assert "{'S': 1.1787, 'ideal step (s)': 1.8433, 'M_S': 1.2194, 'M_W': 0.0314}" in text
     assert "{'S': 1.5374, 'ideal step (s)': 5.8975, 'M_S': 0.6877, 'M_W': 0.0251}" in text
     assert "named: [10]" in text
