@@ -25,7 +25,7 @@ demo: setup  ## the whole loop on this machine (ARGS="--json out.json" for a rec
 serve: setup  ## the sidecar on http://127.0.0.1:8700
 	$(BIN)/resihp serve $(ARGS)
 
-test: lint types imports tests  ## everything that CI checks
+test: lint types imports tests  ## lint, types, import directions and tests
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ Pure functions without dependencies, for messages, terminals, reports and benchm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 NOT_MEASURED = "–"
 
@@ -105,6 +105,20 @@ def rank_list(ranks: Iterable[int], most: int = 12) -> str:
     """
     ordered = sorted(ranks)
     return f"{noun_for(len(ordered), 'rank')} {listed(ordered, most)}" if ordered else "no rank"
+
+
+def ended_early(last_step: Mapping[int, int]) -> list[str]:
+    """Clauses on ranks whose records end, by the last step of each.
+
+    >>> ended_early({2: 52, 7: 9, 3: 52})
+    ['rank 7 has no records after step 9', 'ranks 2 and 3 have no records after step 52']
+    """
+    found = []
+    for step in sorted(set(last_step.values())):
+        ranks = [rank for rank, last in last_step.items() if last == step]
+        verb = "has" if len(ranks) == 1 else "have"
+        found.append(f"{rank_list(ranks)} {verb} no records after step {step}")
+    return found
 
 
 def rank_span(ranks: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from resihp.contracts import Job, LayerCost
 
 _TFLOPS = {"H200": 450.0, "H100": 420.0, "H800": 400.0, "A100": 170.0, "V100": 60.0, "CPU": 0.05}
+_USUAL_TFLOPS = 100.0
 _ACTIVATION_BYTES = 2  # bf16
 
 
@@ -35,7 +36,8 @@ def layer_cost(job: Job) -> LayerCost:
 
     Derived: 2 FLOPs per parameter and token, causal attention over one sequence of all tokens of
     the microbatch, a backward of twice the forward (Narayanan et al., 2021, appendix), at the rate
-    commonly achieved by the named device type. `recompute` adds a forward to every backward.
+    commonly achieved by the named device type, or 100 TFLOPS. `recompute` adds a forward to every
+    backward.
     """
     model = job.model
     if job.cost is not None:
@@ -44,14 +46,36 @@ def layer_cost(job: Job) -> LayerCost:
         cost = LayerCost(forward_ms=1.0, backward_ms=2.0)
     else:
         tokens = job.tokens_per_microbatch or 4096
-        names = (tflops for name, tflops in _TFLOPS.items() if name in job.device.upper())
-        flops_per_ms = next(names, 100.0) * 1e9
+        flops_per_ms = (_tflops(job.device) or _USUAL_TFLOPS) * 1e9
         layer_ms = tokens * (2.0 * model.layer_params + 2.0 * tokens * model.hidden) / flops_per_ms
         head_ms = 2.0 * tokens * model.embedding_params / flops_per_ms
         cost = LayerCost(forward_ms=layer_ms, backward_ms=2.0 * layer_ms, head_ms=head_ms)
     if job.recompute:
         cost = replace(cost, backward_ms=cost.backward_ms + cost.forward_ms)
     return cost
+
+
+def _tflops(device: str) -> float | None:
+    """Rate of a named device type; None for another one."""
+    return next((rate for name, rate in _TFLOPS.items() if name in device.upper()), None)
+
+
+def assumed_cost(job: Job) -> str:
+    """Sentence on what the milliseconds of a job without measured cost stand for where neither is
+    the job's own; empty otherwise."""
+    if job.cost is not None:
+        return ""
+    if job.model is None:
+        return "One forward of a layer counts as 1 ms: the job has neither cost nor model."
+    if job.device == "cpu":
+        return "The device counts as a CPU: the job names none, and has no cost."
+    if _tflops(job.device) is None:
+        known = ", ".join(_TFLOPS)
+        return (
+            f"The device {job.device!r} counts as {_USUAL_TFLOPS:.0f} TFLOPS: its rate is not "
+            f"known, as those of {known} are, and the job has no cost."
+        )
+    return ""
 
 
 def group_cost(

@@ -88,9 +88,9 @@ def _chunks(fields: Mapping[str, Any]) -> int:
 
 def _grid(given: Mapping[str, Any], model: Any, chunks: int) -> Layout:
     sizes = dict(given)
-    if isinstance(model, Mapping):
-        sizes.setdefault("layers", model.get("layers"))
-        sizes.setdefault("units", model.get("kv_heads"))
+    if model is not None:
+        shape = from_json(ModelShape, model, "model")
+        sizes = {"layers": shape.layers, "units": shape.kv_heads, **sizes}
     for name, value in sizes.items():
         if name not in _GRID:
             known = ", ".join(_GRID)

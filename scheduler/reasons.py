@@ -34,7 +34,7 @@ def reasons(
     faulty = [rank for rank, speed in sorted(speeds.items()) if speed != 1.0]
     before, after = _places(old, faulty), _places(new, faulty)
     by_rank = (
-        _rank_sentence(new, rank, speeds[rank], before.get(rank), after.get(rank))
+        _rank_sentence(old, new, rank, speeds[rank], before.get(rank), after.get(rank))
         for rank in faulty
     )
     sentences = [sentence for sentence in by_rank if sentence]
@@ -95,7 +95,7 @@ def _places(layout: Layout, ranks: Iterable[int]) -> dict[int, Place]:
 
 
 def _rank_sentence(
-    new: Layout, rank: int, speed: float, before: Place | None, after: Place | None
+    old: Layout, new: Layout, rank: int, speed: float, before: Place | None, after: Place | None
 ) -> str:
     if speed <= 0.0:
         return f"rank {rank} has stopped" + (" and is left out" if before else "")
@@ -107,7 +107,11 @@ def _rank_sentence(
     if stage.tp == 1:
         layers = plural(stage.layer_count, "layer")
         return f"{state}: stage {after.pp} of replica {after.dp} holds {layers}"
-    return f"{state} and holds {share} of {units} units of its stage"
+    verb = "holds"
+    if before is not None:
+        past = old.stage_at(before).shares
+        verb = "keeps" if (past[before.tp], sum(past)) == (share, units) else verb
+    return f"{state} and {verb} {share} of {units} units of its stage"
 
 
 def _link_sentences(old: Layout, new: Layout, links: LinkSlowdowns) -> list[str]:

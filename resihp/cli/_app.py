@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TypeVar
 
 import typer
+
+T = TypeVar("T")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,6 +61,17 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ContractError(str(path), "is not a text file in UTF-8") from None
+
+
+def parsed(path: Path, parse: Callable[[str], T]) -> T:
+    """Return what `parse` makes of the text of a file. Raises `ContractError` that names the file
+    and the field."""
+    from resihp.contracts import ContractError
+
+    try:
+        return parse(text_of(path))
+    except ContractError as error:
+        raise error if error.field == str(path) else ContractError(str(path), str(error)) from None
 
 
 def fail(problem: str, source: str = "resihp") -> NoReturn:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._app import app, readable, text_of
+from ._app import app, parsed, readable, text_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,8 +56,9 @@ def plan_command(
     from scheduler.switching_rule import with_restart
 
     with readable("plan"):
-        job = parse_job(text_of(job_file))
+        job = parsed(job_file, parse_job)
         known = read_speeds(speeds)
+        _require_ranks(job, known, is_list=speeds.lstrip().startswith("["))
         if time_limit is not None and not time_limit > 0:
             raise ContractError("time-limit", "must be above 0")
         if job.actions == (Action.NOTIFY,):
@@ -102,6 +103,27 @@ def read_speeds(given: str) -> dict[int, float]:
             raise ContractError(f"speeds.{name}", "stands twice")
         known[int(name)] = float(speed)
     return known
+
+
+def _require_ranks(job: Job, speeds: Mapping[int, float], *, is_list: bool) -> None:
+    """Raise `ContractError` for a list that is too short, and for a spare that is dead."""
+    from resihp.contracts import ContractError
+    from resihp.formatting import rank_list
+
+    ranks = job.layout.members
+    if is_list and len(speeds) < len(ranks):
+        raise ContractError("speeds", f"{len(speeds)} speeds for {len(ranks)} ranks")
+    if dead := [rank for rank, speed in speeds.items() if not speed and rank not in ranks]:
+        raise ContractError(f"speeds.{dead[0]}", f"the job has no {rank_list(dead)}")
+
+
+def _unused(job: Job, plan: Plan, speeds: Mapping[int, float]) -> list[str]:
+    """Sentence on spares that the plan leaves idle."""
+    from resihp.formatting import rank_list
+
+    spares = set(speeds) - job.layout.members - plan.layout.members
+    verb = "is a spare" if len(spares) == 1 else "are spares"
+    return [f"{rank_list(spares)} {verb}, not used"] if spares else []
 
 
 def _compare(
@@ -172,12 +194,13 @@ def _print_plan(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, fl
     from rich.console import Console
 
     from resihp.contracts import Action
+    from scheduler.cost_model import assumed_cost
     from scheduler.reasons import SCHEDULE_NAMES
 
     plan = options[0].plan
     console = Console()
     console.print(_table(job, plan, speeds))
-    for sentence in plan.reason:
+    for sentence in (*plan.reason, *_unused(job, plan, speeds)):
         console.print(f"• {sentence}", highlight=False)
     console.print()
     compared = _compare(job, options, speeds)
@@ -193,6 +216,8 @@ def _print_plan(job: Job, options: Sequence[PlanOption], speeds: Mapping[int, fl
         console.print(f"Without a change {present_ms:.1f} ms per step; the plan is {compared_to}.")
         if decision.best is not None:
             console.print(f"In a running job {decision.explanation}.", highlight=False)
+    if words := assumed_cost(job):
+        console.print(words, highlight=False)
     if job.model is not None and Action.LAYOUT in job.actions:
         for sentence in _migrations(options):
             console.print(sentence, highlight=False)
@@ -248,8 +273,8 @@ def _table(job: Job, plan: Plan, speeds: Mapping[int, float]) -> Table:
     hidden = 0
     for dp, replica in enumerate(plan.layout.replicas):
         for pp, stage in enumerate(replica.stages):
-            old = next((old for old in before if set(old.ranks) & set(stage.ranks)), None)
-            changed = _changed(stage, old)
+            old = max(before, key=lambda old: len(set(old.ranks) & set(stage.ranks)))
+            changed = _changed(stage, old if set(old.ranks) & set(stage.ranks) else None)
             if table.row_count >= _ROWS or (not changed and len(plan.layout.ranks) > 2 * _ROWS):
                 hidden += 1
                 continue

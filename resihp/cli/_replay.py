@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from resihp.formatting import listed, plural, rank_list, ratio
+from resihp.formatting import ended_early, listed, plural, rank_list, ratio
 
 from ._app import app, readable
 
@@ -26,7 +26,8 @@ _HELP = """
 Replay a **recorded job** step by step and print every verdict as it changes.
 
 The detector runs in this process or, with `--url`, in a running sidecar, whose dashboard shows the
-job as `NAME (replay)` as if it ran now. TRACE is in any format that `resihp analyze` reads.
+job as `NAME (replay)` as if it ran now. TRACE is in any format that `resihp analyze` reads. A
+recording in which the plan changed, as that of `resihp demo`, is replayed in this process only.
 
 **Examples**
 
@@ -56,17 +57,18 @@ def replay_command(
     from rich.console import Console
 
     from resihp.offline import read_trace
+    from resihp.offline._analysis import LastSteps
 
     console = Console(soft_wrap=True)
     with readable("replay"):
         recorded = read_trace(trace)
-        last_step: dict[int, int] = {}
-        batches = _noted(_paced(recorded, console, rate), last_step)
+        seen = LastSteps(recorded)
+        batches = seen.of(_paced(recorded, console, rate))
         if url is None:
             verdicts = _local(recorded, batches, console)
         else:
             verdicts = _remote(recorded, batches, console, rate, url, token)
-        found = summary(verdicts, _ended(recorded, last_step))
+        found = summary(verdicts, seen.ended)
     steps = plural(len(recorded.steps), "step")
     console.print(f"\n{steps} replayed: {found}", highlight=False)
 
@@ -89,10 +91,7 @@ def summary(verdicts: Iterable[Verdict], ended: Mapping[int, int] = MappingProxy
             parts.append(f"{rank_list(v.rank for v in found)} {verb} {status.value}{factors}")
     healthy = {verdict.rank for verdict in ordered if verdict.status is Status.HEALTHY}
     gone = {rank: step for rank, step in ended.items() if rank in healthy}
-    for step in sorted(set(gone.values())):
-        ranks = [rank for rank in sorted(gone) if gone[rank] == step]
-        verb = "has" if len(ranks) == 1 else "have"
-        parts.append(f"{rank_list(ranks)} {verb} no records after step {step}")
+    parts += ended_early(gone)
     if not parts:
         return "all ranks are healthy"
     if rest := len(healthy) - len(gone):
@@ -184,22 +183,6 @@ def _paced(trace: Trace, console: Console, rate: float) -> Iterator[TelemetryBat
         if rate > 0:
             time.sleep(max(0.0, start + index / rate - time.monotonic()))
         yield batch
-
-
-def _noted(
-    batches: Iterable[TelemetryBatch], last_step: dict[int, int]
-) -> Iterator[TelemetryBatch]:
-    """The batches; `last_step` is the last step in which each rank has records."""
-    for batch in batches:
-        step = int(batch.step[0])  # lower than before where the job went back
-        last_step.update({r: max(step, last_step.get(r, 0)) for r in set(batch.rank.tolist())})
-        yield batch
-
-
-def _ended(trace: Trace, last_step: Mapping[int, int]) -> dict[int, int]:
-    """The last step of the ranks whose records end early."""
-    latest = trace.steps[-2:][0]  # the last step may have been cut off
-    return {rank: step for rank, step in last_step.items() if step < latest}
 
 
 def _show(console: Console, verdicts: Iterable[Verdict]) -> None:

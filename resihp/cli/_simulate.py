@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._app import app, readable, text_of
+from ._app import app, parsed, readable
 
 if TYPE_CHECKING:
     from resihp.contracts import Job
@@ -53,8 +53,8 @@ def simulate_command(
         unknown = [name for name in names if name not in POLICIES]
         if unknown:
             raise ContractError("policy", f"must be one of {', '.join(POLICIES)}, not {unknown[0]}")
-        job = parse_job(text_of(job_file))
-        scenario = parse_scenario(text_of(scenario_file))
+        job = parsed(job_file, parse_job)
+        scenario = parsed(scenario_file, parse_scenario)
         results = _play(job, scenario, names, quiet=json)
         if plot is not None:
             _draw(job, results, plot)

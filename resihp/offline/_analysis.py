@@ -45,6 +45,8 @@ class Analysis:
     costs      what each cause costs, per step: seconds with `whatif`, else milliseconds
     slow       the devices that were named, also if they became healthy again, in the layout of each
                plan version
+    ended      the last step of the ranks whose records end early, by rank; of what came after, the
+               detector knows nothing
     whatif     the published what-if quantities; None where the format lacks start times
     """
 
@@ -55,6 +57,7 @@ class Analysis:
     costs: Costs
     slow: Mapping[int, tuple[SlowDevice, ...]]
     whatif: WhatIf | None
+    ended: Mapping[int, int]
 
     @cached_property
     def layout(self) -> Layout:
@@ -69,7 +72,7 @@ class Analysis:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `resihp analyze --json` prints."""
-        layout, diagnosis = self.layout, self.diagnosis
+        layout, diagnosis, ended = self.layout, self.diagnosis, sorted(self.ended.items())
         return {
             "trace": str(self.trace.path),
             "format": self.trace.format,
@@ -81,6 +84,7 @@ class Analysis:
                 cause: round(share, 6) for cause, share in to_json(diagnosis.attribution).items()
             },
             "devices": self.devices(),
+            **({"ended": [{"rank": r, "last_step": s} for r, s in ended]} if ended else {}),
         }
 
     def devices(self) -> list[dict[str, Any]]:
@@ -112,7 +116,7 @@ class Analysis:
 def analyze(trace: Trace) -> Analysis:
     """Runs the detector over a recording and replays it. Raises `TraceError` if that fails."""
     try:
-        verdicts, changes = _judge(trace)
+        verdicts, changes, ended = _judge(trace)
         whatif = None
         if trace.grid is not None:
             whatif = WhatIf.of(trace.recording, trace.dependencies, trace.own_s)
@@ -129,7 +133,7 @@ def analyze(trace: Trace) -> Analysis:
     )
     if whatif is not None and (words := unexplained(whatif, costs)):
         diagnosis = replace(diagnosis, detail=(words, *diagnosis.detail[1:]))
-    return Analysis(trace, verdicts, changes, diagnosis, costs, slow, whatif)
+    return Analysis(trace, verdicts, changes, diagnosis, costs, slow, whatif, ended)
 
 
 class TraceJudge:
@@ -161,11 +165,35 @@ class TraceJudge:
         self.verdicts.update({verdict.rank: verdict for verdict in self._detector.verdicts()})
 
 
-def _judge(trace: Trace) -> tuple[tuple[Verdict, ...], tuple[Change, ...]]:
-    judge = TraceJudge(trace)
-    changes = tuple(judge.changes(trace.batches()))
+def _judge(
+    trace: Trace,
+) -> tuple[tuple[Verdict, ...], tuple[Change, ...], dict[int, int]]:
+    judge, seen = TraceJudge(trace), LastSteps(trace)
+    changes = tuple(judge.changes(seen.of(trace.batches())))
     known = tuple(judge.verdicts[rank] for rank in trace.ranks if rank in judge.verdicts)
-    return known, changes
+    return known, changes, seen.ended
+
+
+class LastSteps:
+    """Last step in which each rank of a recording has records."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._last: dict[int, int] = {}
+
+    def of(self, batches: Iterable[TelemetryBatch]) -> Iterator[TelemetryBatch]:
+        """The batches, which are noted as they pass."""
+        for batch in batches:
+            step = int(batch.step[0])  # lower than before where the job went back
+            ranks = np.unique(batch.rank).tolist()
+            self._last.update({rank: max(step, self._last.get(rank, 0)) for rank in ranks})
+            yield batch
+
+    @property
+    def ended(self) -> dict[int, int]:
+        """Last steps of the ranks whose records end early."""
+        latest = self._trace.steps[-2:][0]  # the last step may have been cut off
+        return {rank: step for rank, step in sorted(self._last.items()) if step < latest}
 
 
 def _named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from resihp.contracts import Cause, Status
-from resihp.formatting import plural, ratio
+from resihp.formatting import ended_early, plural, ratio
 
 from ._analysis import Analysis
 
@@ -28,7 +29,7 @@ _BAR = 30
 
 def print_summary(analysis: Analysis, console: Console | None = None) -> None:
     """Print the findings of an analysis."""
-    console = console or Console()
+    console = console or Console(soft_wrap=not sys.stdout.isatty())
     diagnosis = analysis.diagnosis
     console.print(f"[bold]{escape(analysis.trace.job.name)}[/bold]  {' · '.join(facts(analysis))}")
     first, *others = diagnosis.detail
@@ -61,11 +62,15 @@ def facts(analysis: Analysis) -> list[str]:
 
 
 def health(analysis: Analysis) -> str:
-    """Summarise the verdicts in one sentence."""
+    """Summarise the verdicts, and whose records end early, in one sentence."""
     devices = plural(len(analysis.verdicts), "recorded device")
-    unwell = sum(verdict.status is not Status.HEALTHY for verdict in analysis.verdicts)
+    unwell = {v.rank for v in analysis.verdicts if v.status is not Status.HEALTHY}
+    ended = ended_early({r: step for r, step in analysis.ended.items() if r not in unwell})
     if unwell:
-        return f"{unwell} of {devices} {'is' if unwell == 1 else 'are'} not healthy."
+        verb = "is" if len(unwell) == 1 else "are"
+        return "; ".join([f"{len(unwell)} of {devices} {verb} not healthy", *ended]) + "."
+    if ended:
+        return f"{devices}: {'; '.join(ended)}; the others are healthy."
     return f"{devices}, {'healthy' if len(analysis.verdicts) == 1 else 'all healthy'}."
 
 

@@ -421,9 +421,16 @@ def test_a_name_in_brackets_is_printed_as_it_is(tmp_path):
 
 
 def test_a_rank_whose_records_end_early_is_not_called_healthy(tmp_path):
-    replayed = CliRunner().invoke(app, ["replay", str(shrunk(tmp_path, faults=[]))]).stdout
+    path = shrunk(tmp_path, faults=[])
+    replayed = CliRunner().invoke(app, ["replay", str(path)]).stdout
     ended = "20 steps replayed: ranks 3 and 7 have no records after step 9; 6 ranks healthy"
     assert replayed.strip().splitlines()[-1] == ended
+    words = "ranks 3 and 7 have no records after step 9"
+    assert f"8 recorded devices: {words}; the others are healthy." in run(path).stdout
+    document = json.loads(run(path, "--json").stdout)
+    assert document["ended"] == [{"rank": 3, "last_step": 9}, {"rank": 7, "last_step": 9}]
+    slow = shrunk(tmp_path, faults=[Fault(rank=2, factor=1.5, from_step=4)])
+    assert f"1 of 8 recorded devices is not healthy; {words}." in run(slow).stdout
 
 
 def test_the_version_is_printed():

@@ -50,11 +50,13 @@ def run(tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "faults.toml").write_text(FAULTS)
     (tmp_path / "binary.toml").write_bytes(b"\xd8\xc7")
+    (tmp_path / "broken.toml").write_text("hours = = 1")
     (tmp_path / "elsewhere.toml").write_text(FAULTS.replace("rank = 1", "rank = 99"))
 
     def invoke(*arguments):
         files = {"JOB": tmp_path / "job.toml", "FAULTS": tmp_path / "faults.toml"}
         files["BINARY"] = tmp_path / "binary.toml"
+        files["BROKEN"] = tmp_path / "broken.toml"
         files["ELSEWHERE"] = tmp_path / "elsewhere.toml"
         return CliRunner().invoke(app, [str(files.get(a, a)) for a in arguments])
 
@@ -206,6 +208,37 @@ def test_an_action_that_there_is_not_is_named(run_for):
     assert (result.exit_code, "actions[0]: must be one of layout" in result.stderr) == (2, True)
 
 
+def test_a_spare_that_is_not_used_is_named(run):
+    said = run("plan", "JOB", "--speeds", '{"98": 0.5, "99": 0.5}').stdout
+    assert "• ranks 98 and 99 are spares, not used" in said
+    assert "spare" not in run("plan", "JOB", "--speeds", '{"1": 0.5}').stdout
+
+
+def test_a_share_that_stays_is_said_to_be_kept(run):
+    said = run("plan", "JOB", "--speeds", '{"1": 0.97}').stdout
+    assert "• rank 1 runs at 97% of its speed and keeps 4 of 8 units of its stage" in said
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ('device = "GB200"\n', "The device 'GB200' counts as 100 TFLOPS"),
+        ("", "The device counts as a CPU: the job names none"),
+        ('device = "H100"\n', None),
+    ],
+)
+def test_a_rate_that_is_assumed_is_said(run, tmp_path, device, said):
+    (tmp_path / "rate.toml").write_text(LLAMA.replace('device = "H100"\n', device))
+    printed = run("plan", str(tmp_path / "rate.toml")).stdout
+    assert said in printed if said else "counts as" not in printed
+    no_model = JOB[: JOB.index("[cost]")]
+    (tmp_path / "units.toml").write_text(no_model)
+    assert (
+        "One forward of a layer counts as 1 ms" in run("plan", str(tmp_path / "units.toml")).stdout
+    )
+    assert "counts as" not in run("plan", "JOB").stdout
+
+
 def test_no_plan_names_what_binds(run):
     result = run("plan", "JOB", "--speeds", json.dumps([0] * 8), "--json")
     assert result.exit_code == 1
@@ -252,6 +285,10 @@ def test_a_job_that_cannot_be_planned_is_one_line(run, tmp_path, old, new, said)
         (("plan", "JOB", "--speeds", '{"0": 1e-323}'), "is not a speed"),
         (("plan", "JOB", "--speeds", f'{{"{"9" * 5000}": 1}}'), "the key must be a rank"),
         (("plan", "JOB", "--speeds", "[" * 100_000), "not valid JSON"),
+        (("plan", "JOB", "--speeds", "[1, 1, 0.5]"), "speeds: 3 speeds for 8 ranks"),
+        (("plan", "JOB", "--speeds", '{"99": 0}'), "speeds.99: the job has no rank 99"),
+        (("plan", "BROKEN"), "broken.toml: not valid TOML"),
+        (("simulate", "JOB", "--scenario", "BROKEN"), "broken.toml: not valid TOML"),
         (("plan", "JOB", "--speeds", ""), "neither JSON nor a file"),
         (("plan", "JOB", "--speeds", "5"), "neither JSON nor a file"),
         (("plan", "JOB", "--time-limit", "-1"), "must be above 0"),

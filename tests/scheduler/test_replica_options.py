@@ -30,7 +30,7 @@ def options_of(seed, per_replica):
     )
     rng = random.Random(seed)
     speeds = {rank: 1.0 / rng.uniform(1.2, 4.0) for rank in rng.sample(range(24), 2)}
-    found = search(job, job.layout, speeds, lambda: False)
+    found, *_ = search(job, job.layout, speeds, lambda: False)
     nearby, sizes = NearbyShares(job, job.layout, speeds), StateBytes.of(job)
     options = ReplicaOptions(found, job.layout, sizes, nearby, (1.0, 1.25), math.inf)
     return options, found.makespan_ms
