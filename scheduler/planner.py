@@ -25,7 +25,7 @@ from .cost_model import layer_cost
 from .forwards_ahead import with_forwards_ahead
 from .link_costs import LinkSlowdowns
 from .memory import fits
-from .migration import PlanOption
+from .migration import PlanOption, migration_ms
 from .reasons import memory_reasons, reasons
 from .search import Arrangement, FoundPlan, interleaved, search, search_front
 from .search.front import LIMITS
@@ -264,7 +264,7 @@ class _PlanSearch:
         found = self._arrangements()
         if isinstance(found, Plan):
             return found
-        plan = self._plan(self._with_chunks(found[0]))
+        plan = self._plan(self._quickest(found))
         return self._kept_if_as_fast(plan) or plan
 
     def front(self) -> tuple[PlanOption, ...]:
@@ -275,7 +275,7 @@ class _PlanSearch:
         if isinstance(placed, Plan):
             return (self._option(placed),)
         if _is_interleaved(self.job) or Action.LAYOUT not in self.job.actions:
-            found = [self._with_chunks(placed[0])]
+            found = [self._quickest(placed)]
         else:
             given = self.job, self.layout, self.speeds, placed, self.expired, self.links
             found = [_found_plan(arrangement) for arrangement in search_front(*given)]
@@ -336,8 +336,18 @@ class _PlanSearch:
         plan = change.plan(self.job, current, self.speeds, self.links)
         return replace(plan, version=self.version, from_step=self.from_step)
 
+    def _quickest(self, placed: Sequence[Arrangement]) -> FoundPlan:
+        """The quickest result of the search, with interleaved stages where the job has them: of
+        those that are as quick, the one that moves least."""
+        if not _is_interleaved(self.job):
+            return _found_plan(placed[0])
+        options = [self._with_chunks(one) for one in placed]
+        within_ms = min(option.makespan_ms for option in options) * (1 + _TOLERANCE)
+        close = [option for option in options if option.makespan_ms <= within_ms]
+        return min(close, key=lambda option: migration_ms(self.job, self.layout, option.layout))
+
     def _with_chunks(self, found: Arrangement) -> FoundPlan:
-        """Result of the search, with interleaved stages where the job has them."""
+        """Result of the search, with interleaved stages unless 1F1B is clearly faster."""
         plain = _found_plan(found)
         if not _is_interleaved(self.job):
             return plain

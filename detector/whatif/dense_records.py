@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,9 +157,15 @@ class _PlacedRecords:
         return np.asarray(np.fmax.reduce(self._slots(rows, shape, *axes, add=add), axis=0))
 
     def _slots(
-        self, rows: NDArray[np.bool_], shape: tuple[int, ...], *axes: str, add: bool = False
+        self,
+        rows: NDArray[np.bool_],
+        shape: tuple[int, ...],
+        *axes: str,
+        add: bool = False,
+        times: Floats | None = None,
     ) -> NDArray[np.float64]:
         """Times of some rows on a grid, for each place in a group; those outside are left out."""
+        times = self.batch.compute_ms if times is None else times
         inside = rows.copy()
         for axis, size in zip(axes, shape, strict=True):
             inside &= self.at[axis] < size
@@ -167,9 +173,9 @@ class _PlacedRecords:
         where = (self.slot[inside], *(self.at[axis][inside] for axis in axes))
         if add:
             grid[where] = 0.0
-            np.add.at(grid, where, self.batch.compute_ms[inside])
+            np.add.at(grid, where, times[inside])
         else:
-            np.fmax.at(grid, where, self.batch.compute_ms[inside])
+            np.fmax.at(grid, where, times[inside])
         return grid
 
     def mates(
@@ -179,10 +185,10 @@ class _PlacedRecords:
         share; None where they do not differ from those of the slowest."""
         inner = self.batch.microbatch >= 0
         axes = ("chunk", "dp", "step", "microbatch")
-        as_wide = replace(
-            self, batch=replace(self.batch, compute_ms=self.batch.compute_ms * self.wider)
-        )
-        grids = [as_wide._slots(inner & (self.batch.op == op), shape, *axes) for op in _COMPUTE]
+        times = self.batch.compute_ms * self.wider
+        grids = [
+            self._slots(inner & (self.batch.op == op), shape, *axes, times=times) for op in _COMPUTE
+        ]
         middle = np.stack([quantile(grid, 0.5, axis=0)[0] for grid in grids])
         apart = np.stack(slowest) > (1.0 + _SAME) * middle
         return middle if np.count_nonzero(apart) > 0.25 * np.isfinite(middle).sum() else None

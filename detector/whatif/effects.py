@@ -215,13 +215,15 @@ def _steady(level: Floats, kind: Ints, *, among_mates: bool) -> NDArray[np.float
     `among_mates`, the level is the distance of the slowest member of a group from the median one,
     and a zero above the usual distance of members is limited to that.
     """
+    level = level - _common(level - median(level, axis=2))
     usual = median(level, axis=2)
-    zero = _zero(level, usual, kind)
+    sigma = deviation(np.diff(level, axis=2)) / np.sqrt(2.0)  # a lasting change is not noise
+    fast = np.fmin.reduce(running_median(level, axis=2, window=3), axis=2, keepdims=True)
+    alone = np.where(usual - fast > max(2.0 * _SHIFT_LEAST, _SHIFT_SIGMAS * sigma), fast, usual)
+    zero = _zero(usual, alone, kind)
     if among_mates:
         zero = np.minimum(zero, _MEMBERS)
     away = level - usual
-    away = away - _common(away)
-    sigma = deviation(np.diff(level, axis=2)) / np.sqrt(2.0)  # a lasting change is not noise
     unsure = _UNSURE * sigma / np.sqrt(level.shape[2])
     usual = np.where(np.abs(usual - zero) > unsure, usual, zero)
     smooth = running_median(away, axis=2, window=3)
@@ -231,24 +233,23 @@ def _steady(level: Floats, kind: Ints, *, among_mates: bool) -> NDArray[np.float
     return np.asarray(usual + shift - zero, np.float64)
 
 
-def _common(away: Floats) -> NDArray[np.float64] | float:
-    """Distance [1, 1, T] of all places from their usual levels: of the middle ones, the least; none
-    where there is one place."""
-    if away.shape[0] * away.shape[1] == 1:
-        return 0.0
-    low, high = quantile(away, 0.5, axis=(0, 1)), -quantile(-away, 0.5, axis=(0, 1))
+def _common(away: Floats) -> NDArray[np.float64]:
+    """Distance [1, 1, T] from their usual levels that nine in ten places share at least; 0 where
+    fewer than two were recorded."""
+    away = np.where(np.isfinite(away).sum(axis=(0, 1), keepdims=True) > 1, away, np.nan)
+    low, high = quantile(away, 0.1, axis=(0, 1)), -quantile(-away, 0.1, axis=(0, 1))
     return np.asarray(np.nan_to_num(np.maximum(low, 0.0) + np.minimum(high, 0.0)), np.float64)
 
 
-def _zero(level: Floats, usual: Floats, kind: Ints) -> NDArray[np.float64]:
+def _zero(usual: Floats, alone: Floats, kind: Ints) -> NDArray[np.float64]:
     """Level [C, D, 1] of healthy devices."""
     zero = np.empty(usual.shape)
     for place, kinds in enumerate(kind):
         for peers in (kinds == number for number in np.unique(kinds)):
-            if np.count_nonzero(peers) > 1:
+            if np.isfinite(usual[place, peers]).sum() > 1:
                 zero[place, peers] = quantile(usual[place, peers], 0.5, axis=0)
             else:
-                zero[place, peers] = quantile(level[place, peers], 0.25, axis=1)
+                zero[place, peers] = alone[place, peers]
     return zero
 
 

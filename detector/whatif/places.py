@@ -39,14 +39,15 @@ class HeldParts:
     def of(cls, layout: Layout, chunks: int) -> HeldParts:
         """The parts in a layout."""
         held = np.full((chunks * layout.pp, layout.dp), np.nan)
-        head = np.zeros(held.shape)
+        head = np.zeros(held.shape, np.int64)
         for dp, replica in enumerate(layout.replicas):
             for pp, stage in enumerate(replica.stages):
                 held[pp :: layout.pp, dp] = _sizes(stage, chunks)
                 head[-layout.pp + pp, dp] = stage.chunks[-1][1] == layout.layers
         size = np.nan_to_num(held / quantile(held, 0.5, axis=1), nan=1.0)
-        _, kind = np.unique(np.round(size, 9) + 1j * head, return_inverse=True)
-        return cls(size[None, :, :, None, None], kind.reshape(size.shape).astype(np.int64))
+        _, number = np.unique(np.round(size, 9), return_inverse=True)
+        kind = 2 * number.reshape(size.shape).astype(np.int64) + head
+        return cls(size[None, :, :, None, None], kind)
 
 
 def _sizes(stage: Stage, chunks: int) -> NDArray[np.float64]:

@@ -75,18 +75,15 @@ def onset(timeline: TraceTimeline) -> Figure | None:
 
 def _mark_onsets(axes: Axes, timeline: TraceTimeline, groups: list[tuple[int, ...]]) -> None:
     """Mark the steps from which the detector called a device slow."""
+    devices = timeline.devices
     rows = {rank: row for row, group in enumerate(groups) for rank in group}
-    steps = timeline.devices.steps
-    named = {
-        (device.rank, device.since) for slow in timeline.analysis.slow.values() for device in slow
-    }
-    for rank, since in named:
-        if since is None or rank not in rows:
+    named = [device for slow in timeline.analysis.slow.values() for device in slow]
+    for rank, since, until in {(device.rank, device.since, device.until) for device in named}:
+        column = None if since is None or rank not in rows else devices.column(rank, since)
+        if column is None or (until is not None and devices.steps[column] >= until):
             continue
-        column = next((at for at, step in enumerate(steps) if step >= since), None)
-        if column is not None:
-            low = rows[rank] - 0.5
-            axes.plot([column - 0.5] * 2, [low, low + 1.0], color=INK, linewidth=2)
+        row = rows[rank]
+        axes.plot([column - 0.5] * 2, [row - 0.5, row + 0.5], color=INK, linewidth=2)
 
 
 def steps(analysis: Analysis) -> Figure | None:

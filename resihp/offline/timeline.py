@@ -58,6 +58,15 @@ class DeviceFactors:
     factor: NDArray[np.float64]
     replanned: tuple[int, ...] = ()
 
+    def column(self, rank: int, step: int) -> int | None:
+        """Column of a step in which the rank took part, under the last plan if it was redone; the
+        next one where there is none. None if that comes no more."""
+        (row,) = (row for row, group in enumerate(self.groups) if rank in group)
+        there = np.flatnonzero(np.isfinite(self.factor[row]))
+        steps = np.array(self.steps)[there]
+        same, later = there[steps == step], there[steps > step]
+        return int(same[-1]) if same.size else next(iter(later.tolist()), None)
+
     @classmethod
     def joined(cls, parts: Sequence[DeviceFactors]) -> DeviceFactors:
         """Successive stretches as one. Ranks share a row if they do so in all of them."""

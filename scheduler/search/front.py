@@ -18,7 +18,7 @@ from .arrangements import initial_chains
 from .chains import Chain, by_length
 from .placement import exchange_groups, restore_positions, sort_by_speed
 from .quotas import Arrangement, ChainEvaluator, divide
-from .rank_orders import gathered_orders
+from .rank_orders import RankOrder, gathered_orders
 from .received_state import NearbyShares, ReceivedState
 from .replica_options import ReplicaOptions
 from .tp_groups import GroupTable
@@ -63,7 +63,12 @@ def search_front(
     if transfer_ms(job, quickest.most_bytes) < LIMITS[-1] * step_ms:
         return [best]
     nearby = NearbyShares(job, current, speeds, links)
+    tried = set[object]()
     for placed in _placements(job, current, speeds, found, expired, links):
+        key = placed.layout, placed.quotas, placed.evaluator.setting.schedule
+        if key in tried:
+            continue
+        tried.add(key)
         slower = _SLOWER if _cells(placed.chains) <= _FEWER_CELLS else _SLOWER[:1]
         options = ReplicaOptions(placed, current, sizes, nearby, slower, quickest.most_bytes)
         for limit in LIMITS:
@@ -117,11 +122,10 @@ def _placements(
     after swaps within columns, also of groups in which dead and slow ranks are gathered."""
     yield from found
     best = found[0]
-    yield from _in_place(job, current, speeds, best, expired, links)
-    if _cells(best.chains) <= _FEWER_CELLS:
-        for order in gathered_orders(current, speeds):
-            moved = replace(job, layout=order.of(job.layout))
-            yield from _in_place(moved, order.of(current), speeds, best, expired, links)
+    is_small = _cells(best.chains) <= _FEWER_CELLS
+    for order in (RankOrder({}), *(gathered_orders(current, speeds) if is_small else ())):
+        moved = replace(job, layout=order.of(job.layout))
+        yield from _in_place(moved, order.of(current), speeds, best, expired, links)
 
 
 def _in_place(

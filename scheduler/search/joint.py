@@ -91,10 +91,11 @@ def search(
         if best is not None:
             best, request = _with_other_shares(best, request, layout, folds)
             best = _repeated(best, request)
-            gathered = _with_gathered_ranks(best, request, layout, folds)
-            best = reduce(_better, gathered, best)
+            orders = gathered_orders(layout, speeds)
+            found = [best, *_after_exchanges(request, layout, folds, orders)]
+            best = reduce(_better, found)
             best = _around_slow_links(best, request, layout, folds) if links else best
-            return [best, *gathered]
+            return [best, *(other for other in found if other is not best)]
         if failure is not None and failure.constraint != "memory":
             break
     assert failure is not None
@@ -165,17 +166,6 @@ def _around_slow_links(
         for order in link_orders(job, start, request.speeds, request.links)
     }
     return reduce(_better, _after_exchanges(request, layout, folds, orders.values()), found)
-
-
-def _with_gathered_ranks(
-    found: Arrangement, request: _Request, layout: Layout, folds: int
-) -> list[Arrangement]:
-    """Arrangements from layouts in which dead and slow ranks are gathered, of a job of few
-    replicas."""
-    if len(found.chains) > _FEW_REPLICAS:
-        return []
-    orders = gathered_orders(layout, request.speeds)
-    return list(_after_exchanges(request, layout, folds, orders))
 
 
 def _after_exchanges(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from resihp.contracts import Layout, Replica
 
+_MOST_REPLICAS = 12  # up to which ranks are gathered
+
 
 @dataclass(frozen=True)
 class RankOrder:
@@ -50,8 +52,10 @@ def gathered_orders(layout: Layout, speeds: Mapping[int, float]) -> list[RankOrd
     run as before. Ranks at the same place of a group hold the same weights in every replica, so
     that exchanging them moves nothing where layers and shares agree. The first order gathers the
     dead ranks, evenly over the stages of a replica, for which some change stages; the second one
-    all that are dead or slow, each within its stage.
+    all that are dead or slow, each within its stage. None in jobs of more than twelve replicas.
     """
+    if layout.dp > _MOST_REPLICAS:
+        return []
     slow = sorted(
         (r for r in layout.ranks if speeds.get(r, 1.0) < 1.0), key=lambda r: (speeds[r], r)
     )
@@ -79,10 +83,7 @@ def _gathered(layout: Layout, ranks: Sequence[int], *, evenly: bool) -> RankOrde
 
 def _first_of_each(columns: Sequence[int]) -> dict[int, int]:
     """Index and column of the first one of each column."""
-    first: dict[int, int] = {}
-    for at, column in enumerate(columns):
-        first.setdefault(column, at)
-    return {at: column for column, at in first.items()}
+    return {columns.index(column): column for column in dict.fromkeys(columns)}
 
 
 def _spread(columns: Sequence[int], stages: int) -> dict[int, int]:

@@ -339,20 +339,72 @@ def test_a_device_that_slows_is_found_whatever_it_holds(layout):
         assert StepReplay.of(job, layout, [batch]).effects.device.max() == pytest.approx(1.5, 0.02)
 
 
+def slowed(batch, ranks, since, factor=1.5):
+    """Records of which those of some ranks take longer from a step on."""
+    slow = np.isin(batch.rank, ranks) & (batch.step >= since)
+    return replace(batch, compute_ms=batch.compute_ms * np.where(slow, factor, 1.0))
+
+
+@pytest.mark.parametrize(("since", "slow"), [(14, {}), (14, {0: 1.3}), (6, {})])
 @pytest.mark.parametrize("factor", [1.6, 0.6])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_what_all_devices_share_is_no_one_s(pp, factor):
+def test_what_all_devices_share_is_no_one_s(pp, factor, since, slow):
     """As when a machine's clocks are lowered, beside a device that turns slow for itself."""
     layout = Layout.grid(dp=2, pp=pp, tp=1, layers=8)
     job = job_of(layout, 4)
-    for slow in ({}, {0: 1.3}):
-        batch = records(job, lengths=True, spread=0.1, steps=20, slow=slow)
-        later = np.where(batch.step >= 14, factor, 1.0)
-        found = StepReplay.of(job, layout, [replace(batch, compute_ms=batch.compute_ms * later)])
-        device = found.effects.device[0, :, :, :, 0]
-        assert device[0, 0, 2:] == pytest.approx(slow.get(0, 1.0), abs=0.04)
-        device[0, 0, 2:] = 1.0
-        assert device == pytest.approx(1.0, abs=0.04)
+    batch = records(job, lengths=True, spread=0.1, steps=20, slow=slow)
+    batch = slowed(batch, layout.ranks, since, factor)
+    device = StepReplay.of(job, layout, [batch]).effects.device[0, :, :, :, 0]
+    assert device[0, 0, 2:] == pytest.approx(slow.get(0, 1.0), abs=0.04)
+    device[0, 0, 2:] = 1.0
+    assert device == pytest.approx(1.0, abs=0.04)
+
+
+@pytest.mark.parametrize(("dp", "pp", "slow"), [(3, 1, 2), (4, 1, 3), (4, 2, 5)])
+def test_more_than_half_of_the_devices_may_turn_slow(dp, pp, slow):
+    layout = Layout.grid(dp=dp, pp=pp, tp=1, layers=8)
+    job = job_of(layout, 4)
+    batch = slowed(records(job, lengths=True, spread=0.1, steps=20), layout.ranks[:slow], 14)
+    found = StepReplay.of(job, layout, [batch])
+    last = found.effects.device[0, :, :, -1, 0].T.reshape(-1)
+    assert last[:slow] == pytest.approx(1.5, abs=0.04)
+    assert last[slow:] == pytest.approx(1.0, abs=0.04)
+    assert found.lost_ms[Cause.DEVICE] > 0.1 * found.step_ms
+
+
+@pytest.mark.parametrize("until", [0, 12])
+def test_a_device_that_is_recorded_alone_is_compared_with_itself(until):
+    layout = Layout.grid(dp=2, pp=1, tp=1, layers=8)
+    job = job_of(layout, 4)
+    batch = slowed(records(job, lengths=True, spread=0.1, steps=20), [0], 14, 1.6)
+    batch = batch.select((batch.rank == 0) | (batch.step < until))
+    device = StepReplay.of(job, layout, [batch]).effects.device[0, 0, 0, :, 0]
+    assert device[:14] == pytest.approx(1.0, abs=0.03)
+    assert device[14:] == pytest.approx(1.6, abs=0.05)
+
+
+@pytest.mark.parametrize("layout", [UNEVEN[0], UNEVEN[3]])
+def test_few_good_steps_of_a_group_that_holds_as_no_other_does_are_enough(layout):
+    """Four of twenty, as soon after a plan."""
+    job = job_of(layout, 4)
+    batch = records(job, lengths=True, spread=0.1, steps=20)
+    device = StepReplay.of(job, layout, [in_parts(batch, layout)]).effects.device
+    assert np.abs(device - 1.0).max() < 0.005
+    stage = layout.replicas[1].stages[0]
+    found = StepReplay.of(job, layout, [in_parts(slowed(batch, stage.ranks, 4), layout)])
+    device = found.effects.device[0, 0, 1, :, 0]
+    assert device[:4] == pytest.approx(1.0, abs=0.03)
+    assert device[4:] == pytest.approx(1.5, abs=0.05)
+    assert found.lost_ms[Cause.DEVICE] > 0.05 * found.step_ms
+
+
+def test_a_time_as_long_as_a_record_may_hold_is_no_error():
+    layout = UNEVEN[3]
+    job = job_of(layout, 4)
+    batch = records(job)
+    longest = np.arange(len(batch)) == np.flatnonzero(batch.rank == 1)[-1]
+    batch = replace(batch, compute_ms=np.where(longest, 9e14, batch.compute_ms))
+    assert StepReplay.of(job, layout, [batch]).step_ms > 0.0
 
 
 def test_a_known_device_that_was_given_less_costs_nothing():

@@ -336,6 +336,24 @@ def test_the_onset_is_shown_under_the_plan_of_its_step(tmp_path, from_step):
     assert [x for (x, _), (end, _) in marks if x == end == 9.5] == [9.5]
 
 
+def test_the_onset_of_a_step_that_was_redone_is_marked_where_it_was_slow(tmp_path):
+    """Under the first plan all devices were healthy in that step."""
+    job = Job(name="again", layout=Layout.grid(dp=3, pp=2, tp=1, layers=8), microbatches=12)
+    plan = Plan(version=1, layout=job.layout, quotas=job.quotas, from_step=8)
+    slow = Fault(rank=1, factor=1.5, from_step=12)
+    batches = [
+        *steps_of(job, [500], steps=20, seed=1),
+        *steps_of(job, [500], steps=20, seed=2, faults=[slow], first_step=8, plan_version=1),
+    ]
+    write_trace(tmp_path / "again.parquet", job, batches, [plan])
+    timeline = TraceTimeline(analyze(read_trace(tmp_path / "again.parquet")))
+    row = timeline.devices.groups.index((1,))
+    marks = [line.get_xydata().tolist() for line in onset(timeline).axes[0].lines]
+    assert [[23.5, row - 0.5], [23.5, row + 0.5]] in marks
+    assert timeline.devices.column(1, 12) == 24
+    assert timeline.devices.column(1, 99) is None
+
+
 def test_ranks_share_a_row_while_they_share_a_group():
     first = DeviceFactors(((0, 1), (2, 3)), (0, 1), np.array([[1.0, 2.0], [3.0, 4.0]]))
     then = DeviceFactors(((0, 1), (2,)), (2,), np.array([[5.0], [6.0]]))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resihp.contracts import Job, LayerCost, Layout, Memory
+from resihp.contracts import Job, LayerCost, Layout, Memory, Schedule
 from scheduler import make_plan, model_preset, plan_front, simulate
 from scheduler.search import front, joint
 from scheduler.search.rank_orders import _spread, gathered_orders
@@ -118,3 +118,36 @@ def test_one_dead_rank_in_each_replica(columns, step, moved, monkeypatch):
     apart, most = make_plan(job, dead), plan_front(job, dead)[-1]
     assert plan.step_ms < step * apart.step_ms
     assert least.total_bytes < moved * most.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "speeds", "step_ms"),
+    [(2, 4, {3: 0.5, 6: 0.3, 0: 0.3}, 55.0), (3, 3, {2: 0.0, 7: 0.5, 8: 0.5, 4: 0.3}, 72.0)],
+)
+def test_interleaved_stages_are_planned_from_every_layout_found(dp, pp, speeds, step_ms):
+    """What is quickest with one chunk in a stage need not be with two."""
+    job = Job(
+        name="interleaved",
+        layout=Layout.grid(dp=dp, pp=pp, tp=1, layers=12, chunks=2),
+        microbatches=6,
+        cost=LayerCost(forward_ms=1.0, backward_ms=2.0),
+        schedule=Schedule.INTERLEAVED,
+        chunks=2,
+    )
+    assert make_plan(job, speeds).step_ms <= step_ms
+
+
+def test_what_was_found_without_gathering_is_in_the_front_too():
+    job = replace(a_job(), microbatches=64, quotas=())
+    random = [(0, 0, 1), (1, 4, 0), (3, 4, 2), (3, 6, 1), (5, 2, 2), (6, 2, 1), (7, 7, 0)]
+    speeds = {job.layout.replicas[d].stages[p].ranks[t]: 0.0 for d, p, t in random}
+    found = joint.search(job, job.layout, speeds, lambda: False)
+    arranged = [one.layout for one in found]
+    assert len(found) == len(set(arranged)) == 3
+    home = {place.rank: (place.dp, place.pp) for place in job.layout.places()}
+    in_their_groups = [
+        layout
+        for layout in arranged
+        if all(len({home[r] for r in s.ranks}) == 1 for rep in layout.replicas for s in rep.stages)
+    ]
+    assert in_their_groups
