@@ -68,7 +68,7 @@ def assumed_cost(job: Job) -> str:
     if job.model is None:
         return "One forward of a layer counts as 1 ms: the job has neither cost nor model."
     if job.device == "cpu":
-        return "The device counts as a CPU: the job names none, and has no cost."
+        return "The device counts as a CPU: the job names none, or a CPU, and has no cost."
     if _tflops(job.device) is None:
         known = ", ".join(_TFLOPS)
         return (

@@ -192,7 +192,7 @@ class LastSteps:
     @property
     def ended(self) -> dict[int, int]:
         """Last steps of the ranks whose records end early."""
-        latest = self._trace.steps[-2:][0]  # the last step may have been cut off
+        latest = min(self._trace.steps[-2:], default=0)  # the last step may have been cut off
         return {rank: step for rank, step in sorted(self._last.items()) if step < latest}
 
 
