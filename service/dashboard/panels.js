@@ -114,10 +114,11 @@ export function drawLayout(host, plan) {
       const [from, to] = stage.layers;
       const shares = stage.shares.map((share) => el("i", { style: `flex:${share}` }));
       const uneven = new Set(stage.shares).size > 1;
+      const range = to - from === 1 ? null : el("span", {}, `${from}–${to - 1}`);
       return el(
         "div.stage",
         { style: `flex:${Math.max(to - from, 0.5)}` },
-        el("b", {}, to - from === 1 ? `layer ${from}` : `layers ${from}–${to - 1}`),
+        el("b", {}, to - from === 1 ? `layer ${from}` : "layers ", range),
         el("small", {}, `rank${stage.ranks.length > 1 ? "s" : ""} ${ranges(stage.ranks)}`),
         uneven ? el("small", {}, `shares ${stage.shares.join(":")}`) : null,
         el("div.shares", { "aria-hidden": "true" }, ...shares),
