@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, islice, product
 from math import comb, isinf
 
@@ -11,6 +12,7 @@ import numpy as np
 from resihp.contracts import InfeasibleError, Job, Layout
 
 from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
+from ..memory import MemoryFootprint, fits
 from .chains import Chain
 from .layer_partition import is_small
 from .quotas import Arrangement, ChainEvaluator
@@ -181,3 +183,14 @@ def exhaustive(evaluator: ChainEvaluator, replicas: int, *, least: int = 1) -> A
         option = Arrangement.of(evaluator, two, (column + 1, microbatches - column - 1))
         best = option if best is None or option.makespan_ms < best.makespan_ms else best
     return None if best is None or isinf(best.makespan_ms) else best
+
+
+def within_memory(job: Job, found: Arrangement) -> Arrangement | None:
+    """Arrangement with the memory of as many replicas as it has; None if it does not fit then."""
+    setting = found.evaluator.setting
+    footprint = MemoryFootprint.of(job, len(found.chains))
+    if footprint == setting.footprint:
+        return found
+    if not fits(job, found.layout, found.quotas, setting.schedule):
+        return None
+    return replace(found, evaluator=ChainEvaluator(replace(setting, footprint=footprint)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from ..cost_model import layer_cost
 from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
 from ..memory import MemoryFootprint, plan_schedules
 from ..migration import StateBytes, transfer_ms
-from .arrangements import initial_chains
+from .arrangements import initial_chains, within_memory
 from .chains import Chain, by_length
 from .placement import exchange_groups, restore_positions, sort_by_speed
 from .quotas import Arrangement, ChainEvaluator, divide
@@ -24,6 +26,7 @@ from .replica_options import ReplicaOptions
 from .tp_groups import GroupTable
 
 LIMITS = (0.0, 0.004, 0.01)  # of the step given up
+_GATHERED = (1, 2, 3)  # dead and slow ranks in a stage
 _SLOWER = (1.0, 1.05, 1.12, 1.25, 1.5)  # times of a layer with shares closer to the present ones
 _CELLS = 20_000  # chains x stages^2 up to which a front is searched
 _FEWER_CELLS = 4_000  # up to which nearby shares and swaps of groups are tried
@@ -63,20 +66,53 @@ def search_front(
     if transfer_ms(job, quickest.most_bytes) < LIMITS[-1] * step_ms:
         return [best]
     nearby = NearbyShares(job, current, speeds, links)
-    tried = set[object]()
-    for placed in _placements(job, current, speeds, found, expired, links):
-        key = placed.layout, placed.quotas, placed.evaluator.setting.schedule
-        if key in tried:
-            continue
-        tried.add(key)
-        slower = _SLOWER if _cells(placed.chains) <= _FEWER_CELLS else _SLOWER[:1]
-        options = ReplicaOptions(placed, current, sizes, nearby, slower, quickest.most_bytes)
+    placements = [
+        placed
+        for option in _placements(job, current, speeds, found, expired, links)
+        for placed in (option, *_joined(option))
+    ]
+    for alike in _of_one_setting(job, placements):
+        slower = _SLOWER if _cells(alike[0].chains) <= _FEWER_CELLS else _SLOWER[:1]
+        options = ReplicaOptions(alike, current, sizes, nearby, slower, quickest.most_bytes)
         for limit in LIMITS:
             if not expired():
                 limit_ms = step_ms * (1.0 + limit) - fixed_ms
-                arranged = options.within(limit_ms)
-                points += [] if arranged is None else [_point(arranged, options.state)]
+                arranged = (within_memory(job, one) for one in options.within(limit_ms))
+                points += [_point(one, options.state) for one in arranged if one is not None]
     return [point.arrangement for point in _monotone(points)]
+
+
+def _of_one_setting(job: Job, placements: Iterable[Arrangement]) -> Iterable[Sequence[Arrangement]]:
+    """Distinct placements by schedule and memory footprint."""
+    grouped: dict[object, dict[object, Arrangement]] = defaultdict(dict)
+    for placed in placements:
+        setting = placed.evaluator.setting
+        same = grouped[setting.schedule, setting.footprint]
+        same.setdefault((placed.layout, placed.quotas), placed)
+    return [list(same.values()) for same in grouped.values()]
+
+
+def _joined(placed: Arrangement) -> Iterator[Arrangement]:
+    """Arrangement in which the two slowest replicas are one of twice the depth, if any is slow.
+
+    A stage of it holds half of the layers that it held before, or as many as its speed allows of
+    those that the one beside it holds too: nothing is moved, and few layers need other shares. As
+    a pipeline of many microbatches it is hardly slower than two. Another replica remains beside
+    it, with which a further loss finds the state.
+    """
+    evaluator, count = placed.evaluator, len(placed.chains)
+    setting, speeds = evaluator.setting, [evaluator.speed(chain) for chain in placed.chains]
+    order = sorted(range(count), key=lambda index: (speeds[index], index))
+    pair, rest = order[:2], sorted(order[2:])
+    groups = [group for index in pair for group in placed.chains[index]]
+    if not rest or len(groups) > setting.layers or min(speeds) >= max(speeds) * (1 - 1e-9):
+        return
+    chain = tuple(sorted(groups, key=evaluator.columns.__getitem__))
+    quota = sum(placed.quotas[index] for index in pair)
+    quotas = [quota, *(placed.quotas[index] for index in rest)]
+    arranged = Arrangement.of(evaluator, [chain, *(placed.chains[i] for i in rest)], quotas)
+    if arranged.makespan_ms < math.inf:
+        yield arranged
 
 
 def _cells(chains: Sequence[Chain]) -> int:
@@ -123,7 +159,10 @@ def _placements(
     yield from found
     best = found[0]
     is_small = _cells(best.chains) <= _FEWER_CELLS
-    for order in (RankOrder({}), *(gathered_orders(current, speeds) if is_small else ())):
+    for order in (
+        RankOrder({}),
+        *(gathered_orders(current, speeds, _GATHERED) if is_small else ()),
+    ):
         moved = replace(job, layout=order.of(job.layout))
         yield from _in_place(moved, order.of(current), speeds, best, expired, links)
 

@@ -14,8 +14,14 @@ from resihp.contracts import InfeasibleError, Job, Layout, Schedule
 
 from ..cost_model import transfer_ms
 from ..link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns
-from ..memory import MemoryFootprint, fits, plan_schedules
-from .arrangements import exhaustive, feasible_chains, initial_chains, out_of_memory
+from ..memory import MemoryFootprint, plan_schedules
+from .arrangements import (
+    exhaustive,
+    feasible_chains,
+    initial_chains,
+    out_of_memory,
+    within_memory,
+)
 from .chains import Chain, SearchSetting
 from .link_placement import link_orders
 from .placement import (
@@ -236,25 +242,14 @@ def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
         except InfeasibleError as error:
             failure = error
             break
-        best, replicas = _within_memory(job, found), len(found.chains)
+        best, replicas = within_memory(job, found), len(found.chains)
     if len(tried) > 1:
         with suppress(InfeasibleError):
-            option = _within_memory(job, arranged(len(chains), as_many=True))
+            option = within_memory(job, arranged(len(chains), as_many=True))
             best = best if option is None else _better(best, option)
     if best is None:
         raise failure
     return best
-
-
-def _within_memory(job: Job, found: Arrangement) -> Arrangement | None:
-    """Arrangement with the memory of as many replicas as it has; None if it does not fit then."""
-    setting = found.evaluator.setting
-    footprint = MemoryFootprint.of(job, len(found.chains))
-    if footprint == setting.footprint:
-        return found
-    if not fits(job, found.layout, found.quotas, setting.schedule):
-        return None
-    return replace(found, evaluator=ChainEvaluator(replace(setting, footprint=footprint)))
 
 
 def _arranged(

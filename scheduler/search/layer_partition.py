@@ -29,7 +29,7 @@ def candidates(rows: ChainBatch, *, few: bool = False) -> tuple[Ints, Floats]:
     costs = rows.costs
     each, extra = costs.forward + costs.backward, 3.0 * costs.extra
     most = np.maximum(costs.most, 1)
-    least = _least_bottleneck(each, extra, most, total)
+    least = least_bottleneck(each, extra, most, total)
     slack = 1.0 + np.array(_FEWER_SLACK if few else _SLACK)
     room = _room(least * slack[:, None], each, extra, most)
     slow = _without_surplus(room, -each, total)
@@ -39,7 +39,7 @@ def candidates(rows: ChainBatch, *, few: bool = False) -> tuple[Ints, Floats]:
     return layers, np.where(allowed, rows.bounds(layers), np.inf)
 
 
-def _least_bottleneck(each: Floats, extra: Floats, most: Ints, total: int) -> Floats:
+def least_bottleneck(each: Floats, extra: Floats, most: Ints, total: int) -> Floats:
     """Least bottleneck time over whole layers [chain]; inf if memory cannot hold them all.
 
     Starts from the optimum of fractional layers, rounded down, and adds layers greedily.

@@ -45,14 +45,18 @@ class RankOrder:
         return RankOrder({p: r for p, r in sorted(moved.items()) if p != r})
 
 
-def gathered_orders(layout: Layout, speeds: Mapping[int, float]) -> list[RankOrder]:
-    """Exchanges that gather ranks in as few replicas as hold them, one in a stage.
+def gathered_orders(
+    layout: Layout, speeds: Mapping[int, float], most: Sequence[int] = (1,)
+) -> list[RankOrder]:
+    """Exchanges that gather ranks in as few replicas as hold them.
 
     A replica whose stages are all as slow divides its layers with little remainder, and the others
     run as before. Ranks at the same place of a group hold the same weights in every replica, so
     that exchanging them moves nothing where layers and shares agree. The first order gathers the
-    dead ranks, evenly over the stages of a replica, for which some change stages; the second one
-    all that are dead or slow, each within its stage. None in jobs of more than twelve replicas.
+    dead ranks, one in a stage and evenly over the stages of a replica, for which some change
+    stages; then one for each number of `most` gathers all that are dead or slow, so many at most in
+    a stage, each within its own: the more there are in one group, the fewer groups need other
+    shares. None in jobs of more than twelve replicas.
     """
     if layout.dp > _MOST_REPLICAS:
         return []
@@ -60,24 +64,29 @@ def gathered_orders(layout: Layout, speeds: Mapping[int, float]) -> list[RankOrd
         (r for r in layout.ranks if speeds.get(r, 1.0) < 1.0), key=lambda r: (speeds[r], r)
     )
     dead = [rank for rank in slow if speeds[rank] == 0.0]
-    orders = (_gathered(layout, dead, evenly=True), _gathered(layout, slow, evenly=False))
+    orders = [_gathered(layout, dead, most=1, evenly=True)]
+    orders += [_gathered(layout, slow, most=number, evenly=False) for number in most]
     distinct = {order.key: order for order in orders}
     return [order for key, order in distinct.items() if key]
 
 
-def _gathered(layout: Layout, ranks: Sequence[int], *, evenly: bool) -> RankOrder:
-    """Exchange that gathers `ranks`, the slowest first."""
+def _gathered(layout: Layout, ranks: Sequence[int], *, most: int, evenly: bool) -> RankOrder:
+    """Exchange that gathers `ranks`, the slowest first, `most` in a stage."""
     seats = _Seats(layout)
     held = Counter(seats.place[rank][0] for rank in ranks)
-    replicas = sorted(range(layout.dp), key=lambda d: (-held[d], d))
     waiting = list(ranks)
-    for replica in replicas:
+    for replica in sorted(range(layout.dp), key=lambda d: (-held[d], d)):
         stages = len(layout.replicas[replica].stages)
         columns = [seats.place[rank][1] for rank in waiting]
-        taken = _spread(columns[:stages], stages) if evenly else _first_of_each(columns)
-        for at, stage in taken.items():
-            seats.move(waiting[at], replica, stage)
-        waiting = [rank for at, rank in enumerate(waiting) if at not in taken]
+        wanted = _spread(columns[:stages], stages) if evenly else dict(enumerate(columns))
+        taken, left = Counter[int](), []
+        for at, rank in enumerate(waiting):
+            stage = wanted.get(at, -1)
+            if stage >= 0 and taken[stage] < most and seats.take(rank, replica, stage):
+                taken[stage] += 1
+            else:
+                left.append(rank)
+        waiting = left
     return seats.order
 
 
@@ -111,15 +120,21 @@ class _Seats:
         self.place = {p.rank: (p.dp, p.pp, p.tp) for p in layout.places()}
         self._owner = {place: rank for rank, place in self.place.items()}
         self._holder = dict(self._owner)
+        self._taken: set[tuple[int, int, int]] = set()
 
-    def move(self, rank: int, replica: int, stage: int) -> None:
-        """Put a rank at its position in another group, if that has one, and the rank there in its
-        place."""
+    def take(self, rank: int, replica: int, stage: int) -> bool:
+        """Put a rank at its position in another group, the rank there in its place, and keep it
+        there; False if that place was taken before. Where the group has no such position the rank
+        stays."""
         here, there = self.place[rank], (replica, stage, self.place[rank][2])
+        if there in self._taken:
+            return False
         other = self._holder.get(there)
         if other is not None:
+            self._taken.add(there)
             self.place[rank], self.place[other] = there, here
             self._holder[there], self._holder[here] = rank, other
+        return True
 
     @property
     def order(self) -> RankOrder:

@@ -20,6 +20,8 @@ from .tp_groups import TPGroup
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_REACH = 2  # layers by which boundaries between stages may move
+
 _Piece = tuple[float, float, int, int, bool, bool]
 """Width after the change, the part of it that is kept, and the layers and ends held before."""
 
@@ -63,17 +65,51 @@ class ReceivedState:
             edges.append(min(max(math.ceil(ideal), edges[-1] + 1), latest))
         return [stop - start for start, stop in pairwise([*edges, layers])]
 
+    def fewest(self, chains: Ints, home: Ints, room: Ints) -> Ints:
+        """Layers with which the ranks of every chain receive least, [limit, chain, stage], where a
+        stage may have at most `room` layers, of the same shape.
+
+        Exact for boundaries between stages that are within two layers of those of `home`, [chain,
+        stage], by a dynamic program over them. Layers of 0 where there are none.
+        """
+        total, each = int(home[0].sum()), np.zeros((len(chains), 1), np.int64)
+        inner = np.cumsum(home, axis=1)[:, :-1, None] + np.arange(-_REACH, _REACH + 1)
+        edges = [each, *inner.transpose(1, 0, 2), each + total]
+        least, choices = np.zeros((len(room), *each.shape)), []
+        for stage, (before, after) in enumerate(pairwise(edges)):
+            low, high = before[:, :, None], after[:, None, :]
+            piece = [array[chains[:, stage], None, None] for array in self._merged[:4]]
+            received = _received_layers(piece, low[..., None], high[..., None]).sum(axis=-1)
+            held = high - low
+            able = (held >= 1) & (held <= room[:, :, stage, None, None])
+            sums = np.where(able, least[..., None] + received, np.inf)
+            choices.append(sums.argmin(axis=2))
+            least = sums.min(axis=2)
+        at = np.zeros(least.shape, np.int64)
+        cuts = [np.full_like(at, total)]
+        for before, choice in zip(reversed(edges[:-1]), reversed(choices), strict=True):
+            at = np.take_along_axis(choice, at, axis=2)
+            cuts.append(np.take_along_axis(before[None], at, axis=2))
+        layers = np.diff(np.concatenate(cuts[::-1], axis=2), axis=2)
+        return np.asarray(np.where(np.isfinite(least), layers, 0))
+
     def _received(self, arrays: tuple[Floats, ...], chains: Ints, layers: Ints) -> Floats:
         """Bytes [..., chain, stage, rank]."""
-        width, kept, start, stop, first, last = (array[chains] for array in arrays)
+        *piece, first, last = (array[chains] for array in arrays)
+        width, kept, _, _ = piece
         after = np.cumsum(layers, axis=-1)
-        low, high = (after - layers)[..., None], after[..., None]
-        common = np.minimum(high, stop) - np.maximum(low, start)
-        received = layers[..., None] * width - np.maximum(common, 0.0) * kept
+        received = _received_layers(piece, (after - layers)[..., None], after[..., None])
         received *= self._sizes.layer
         received[..., 0, :] += self._sizes.embedding * (width - first * kept)[..., 0, :]
         received[..., -1, :] += self._sizes.embedding * (width - last * kept)[..., -1, :]
         return np.asarray(received)
+
+
+def _received_layers(pieces: Sequence[Floats], low: Ints, high: Ints) -> Floats:
+    """Layers, as sums of fractions, that ranks receive of those from `low` to `high`."""
+    width, kept, start, stop = pieces
+    common = np.minimum(high, stop) - np.maximum(low, start)
+    return np.asarray((high - low) * width - np.maximum(common, 0.0) * kept)
 
 
 def _pieces(group: TPGroup, before: Mapping[int, RankState]) -> Iterator[_Piece]:

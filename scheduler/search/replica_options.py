@@ -17,12 +17,14 @@ from resihp.contracts import Layout
 
 from ..migration import StateBytes
 from .chains import Chain, ChainBatch, Floats, Ints, by_length
-from .layer_partition import single_moves
+from .layer_partition import least_bottleneck, single_moves
 from .quotas import Arrangement, ChainEvaluator
 from .received_state import NearbyShares, ReceivedState
 from .tp_groups import GroupTable, TPGroup
 
 _MOVES = 24  # of single layers, from either end
+_BETWEEN = (0.0, 0.2, 0.54, 1.0)  # limits between the best and the present slowest stage
+_REDUCED = 2  # placements of the fewest bytes that are looked at more closely
 _LEAST_BYTES = 0.02  # of a layer, counted for moves that cost less
 _LEAST_MS = 1e-6  # counted for moves that take less
 _LEAST_RATE = 1e-12  # of time or bytes, beyond rounding
@@ -40,48 +42,64 @@ class _Option(NamedTuple):
 
 
 class ReplicaOptions:
-    """Options of the replicas of an arrangement in which no rank receives more than `most_bytes`.
+    """Options of the replicas of placements in which no rank receives more than `most_bytes`.
 
     A replica has a chain for each level of shares, and a chain has several layer partitions.
-    Replicas of equal cost that held the same state share the figures; all arrays are [option].
+    Replicas of equal cost that held the same state share the figures, in all placements; all arrays
+    are [option].
 
-    slower  levels of shares: times that layers may take, relative to the fastest shares
+    placements  arrangements of one schedule and one memory footprint
+    slower      levels of shares: times that layers may take, relative to the fastest shares
     """
 
     def __init__(
         self,
-        placed: Arrangement,
+        placements: Sequence[Arrangement],
         current: Layout,
         sizes: StateBytes,
         nearby: NearbyShares,
         slower: Sequence[float],
         most_bytes: float,
     ) -> None:
-        groups, variants = _with_nearby_shares(nearby, slower, placed)
-        setting = placed.evaluator.setting
+        variants = _ShareVariants(nearby, slower)
+        given = [
+            [
+                [_Option(chain, layers, quota) for chain in variants.of(placed, own)]
+                for own, quota, layers in zip(
+                    placed.chains, placed.quotas, placed.layers, strict=True
+                )
+            ]
+            for placed in placements
+        ]
+        setting, groups = placements[0].evaluator.setting, variants.groups
         setting = replace(setting, table=GroupTable.of(groups, setting.links))
         self._evaluator = ChainEvaluator(setting)
         self.state = ReceivedState(current, groups, sizes)
         self._most_bytes = most_bytes * (1 + 1e-9)
         self._least_bytes = _LEAST_BYTES * sizes.layer
-        kinds = list(zip(setting.table.kind.tolist(), self.state.kinds, strict=True))
+        numbers: dict[object, int] = {}
+        kinds = [
+            numbers.setdefault(kind, len(numbers))
+            for kind in zip(setting.table.kind.tolist(), self.state.kinds, strict=True)
+        ]
+
+        def alike(start: _Option) -> object:
+            return start._replace(chain=tuple([kinds[group] for group in start.chain]))
+
         starts: dict[object, _Option] = {}
-        keyed: list[list[tuple[object, Chain]]] = []
-        for chains, quota, layers in zip(variants, placed.quotas, placed.layers, strict=True):
-            keys: list[object] = [
-                (tuple([kinds[g] for g in chain]), quota, layers) for chain in chains
-            ]
-            for key, chain in zip(keys, chains, strict=True):
-                starts.setdefault(key, _Option(chain, layers, quota))
-            keyed.append(list(zip(keys, chains, strict=True)))
+        for start in (option for row in given for replica in row for option in replica):
+            starts.setdefault(alike(start), start)
         self._options: list[_Option] = []
-        self._of_start: dict[object, list[int]] = {}
+        self._of_start: dict[object, range] = {}
         for key, options in zip(starts, self._partitions(list(starts.values())), strict=True):
             first = len(self._options)
             self._options += options
-            self._of_start[key] = list(range(first, len(self._options)))
+            self._of_start[key] = range(first, len(self._options))
         self._measure()
-        self._replicas = [self._fewest(keys) for keys in keyed]
+        self._placements = [
+            [self._fewest([(alike(start), start.chain) for start in replica]) for replica in row]
+            for row in given
+        ]
 
     def _partitions(self, starts: Sequence[_Option]) -> list[list[_Option]]:
         """Options between the present layers and those of each start, both included."""
@@ -92,14 +110,42 @@ class ReplicaOptions:
             batch = self._batch(some)
             home = np.array([self.state.home(start.chain, total) for start in some], np.int64)
             best = np.array([start.layers for start in some], np.int64)
-            for steps in (
-                self._walk(batch, home, self._gain),
-                self._walk(batch, best, self._saving),
+            for layers in (
+                *self._relieved(batch, home),
+                *self._saved(batch, best),
+                *self._balanced(batch, home),
             ):
-                for layers in steps:
-                    for index, row in zip(indices, layers.tolist(), strict=True):
-                        found[index].append(starts[index]._replace(layers=tuple(row)))
-        return [list(dict.fromkeys(options)) for options in found]
+                for index, row in zip(indices, layers.tolist(), strict=True):
+                    found[index].append(starts[index]._replace(layers=tuple(row)))
+        return [list(dict.fromkeys(o for o in options if o.layers[0])) for options in found]
+
+    def _balanced(self, batch: ChainBatch, home: Ints) -> Ints:
+        """Layers of the fewest bytes for limits of the slowest stage, [limit, chain, stage]."""
+        costs = batch.costs
+        each, extra = costs.forward + costs.backward, 3.0 * costs.extra
+        least = least_bottleneck(each, extra, np.maximum(costs.most, 1), int(home[0].sum()))
+        least = np.where(np.isfinite(least), least, 0.0)  # those that do not fit get no layers
+        most = np.maximum((home * each + extra).max(axis=1), least)
+        limits = least + (most - least) * np.array(_BETWEEN)[:, None]
+        room = np.floor((limits[..., None] - extra) / each + 1e-9)
+        return self.state.fewest(batch.chains, home, np.minimum(room, costs.most).astype(np.int64))
+
+    def _relieved(self, batch: ChainBatch, layers: Ints) -> list[Ints]:
+        """Layers after each of the moves from the slowest stage that gain most time by bytes."""
+        steps = np.eye(batch.stages, dtype=np.int64)
+
+        def moved(rows: Ints, held: Ints) -> Ints:
+            forward, backward = batch.pick(rows).times(held)
+            slowest = (forward + backward).argmax(axis=1)
+            return np.asarray(held + steps[:, None, :] - steps[slowest])
+
+        return self._walk(batch, layers, moved, self._gain)
+
+    def _saved(self, batch: ChainBatch, layers: Ints) -> list[Ints]:
+        """Layers after each of the moves between neighbours that save most bytes by time."""
+        steps = np.diff(np.eye(batch.stages, dtype=np.int64), axis=0)
+        steps = np.concatenate([steps, -steps])[:, None, :]
+        return self._walk(batch, layers, lambda _, held: np.asarray(held + steps), self._saving)
 
     def _gain(self, later_ms: Floats, more_bytes: Floats) -> Floats:
         """Rate of moves that gain time: by bytes."""
@@ -110,16 +156,23 @@ class ReplicaOptions:
         return np.asarray(-more_bytes / np.maximum(later_ms, _LEAST_MS))
 
     def _walk(
-        self, batch: ChainBatch, layers: Ints, rate: Callable[[Floats, Floats], Floats]
+        self,
+        batch: ChainBatch,
+        layers: Ints,
+        moves: Callable[[Ints, Ints], Ints],
+        rate: Callable[[Floats, Floats], Floats],
     ) -> list[Ints]:
-        """Layers after each of the moves of single layers with the best rates, until none helps."""
+        """Layers after each of the moves with the best rates, until none helps.
+
+        moves  [move, chain, stage] of the chains with these rows and layers
+        """
         steps = [layers]
         bounds, sizes = self._weighed(batch, layers)
         active = np.arange(len(layers)) if batch.stages > 1 else np.empty(0, np.int64)
         for _ in range(_MOVES):
             if not active.size or self._evaluator.setting.expired():
                 break
-            moved = layers[active] + single_moves(batch.stages)[:, None, :]
+            moved = moves(active, layers[active])
             later, larger = self._weighed(batch.pick(active), np.maximum(moved, 1))
             rates = rate(later - bounds[active], larger - sizes[active])
             rates = np.where((moved >= 1).all(axis=2), rates, 0.0)
@@ -177,18 +230,23 @@ class ReplicaOptions:
                 least_ms = self._ends[index]
         return kept
 
-    def within(self, limit_ms: float) -> Arrangement | None:
-        """Arrangement within a makespan with the fewest bytes found; None without any."""
-        counts = self._counts(limit_ms)
-        runs = [
-            _rising([(counts[index], self._bytes[index], index, chain) for index, chain in replica])
-            for replica in self._replicas
-        ]
-        needed = self._evaluator.setting.microbatches
-        picked = _cheapest(runs, needed)
-        if picked is None:
-            return None
-        chosen = [run[at] for run, at in zip(runs, picked, strict=True)]
+    def within(self, limit_ms: float) -> list[Arrangement]:
+        """Arrangements within a makespan with the fewest bytes found, of the best placements."""
+        counts, needed = self._counts(limit_ms), self._evaluator.setting.microbatches
+        found = []
+        for replicas in self._placements:
+            runs = [
+                _rising([(counts[index], self._bytes[index], index, c) for index, c in replica])
+                for replica in replicas
+            ]
+            picked = _cheapest(runs, needed)
+            if picked is not None:
+                found.append([run[at] for run, at in zip(runs, picked, strict=True)])
+        found.sort(key=lambda chosen: sum(size for _, size, *_ in chosen))
+        return [self._arranged(chosen, limit_ms) for chosen in found[:_REDUCED]]
+
+    def _arranged(self, chosen: Sequence[_Entry], limit_ms: float) -> Arrangement:
+        """Arrangement of these options without the microbatches that are too many."""
         options = [self._options[index]._replace(chain=chain) for _, _, index, chain in chosen]
         quotas = [count for count, *_ in chosen]
         slowest = [float(self._slowest[index]) for _, _, index, _ in chosen]
@@ -197,7 +255,7 @@ class ReplicaOptions:
             end + (count - option.quota) * each
             for end, count, option, each in zip(ends, quotas, options, slowest, strict=True)
         ]
-        for _ in range(sum(quotas) - needed):
+        for _ in range(sum(quotas) - self._evaluator.setting.microbatches):
             last = max((i for i, q in enumerate(quotas) if q > 1), key=lambda i: (ends[i], i))
             quotas[last] -= 1
             ends[last] -= slowest[last]
@@ -256,7 +314,7 @@ class ReplicaOptions:
         Starts with one more than the time of the slowest stage predicts: the next microbatch may
         take less, as that stage need not determine the makespan yet.
         """
-        used = sorted({index for replica in self._replicas for index, _ in replica})
+        used = sorted({i for row in self._placements for replica in row for i, _ in replica})
         more = np.floor((limit_ms - self._ends[used]) / self._slowest[used] + 1e-9)
         first = np.array([self._options[index].quota for index in used])
         tried = np.where(np.isfinite(more), first + more + 1.0, 0.0)
@@ -272,24 +330,40 @@ class ReplicaOptions:
         return dict(zip(used, counts.tolist(), strict=True))
 
 
-def _with_nearby_shares(
-    nearby: NearbyShares, slower: Sequence[float], placed: Arrangement
-) -> tuple[list[TPGroup], list[list[Chain]]]:
-    """Groups with others of nearby shares, and the chains of every replica, one for each level."""
-    groups = list(placed.evaluator.setting.table.groups)
-    others: dict[int, list[int]] = {}
-    for index in sorted({group for chain in placed.chains for group in chain}):
-        if nearby.has_moved(groups[index]):
-            others[index] = list(range(len(groups), len(groups) + len(slower)))
-            groups += [nearby.group(groups[index], times) for times in slower]
-    variants = []
-    for chain in placed.chains:
-        levels = [
-            tuple([others[g][level] if g in others else g for g in chain])
-            for level in range(len(slower))
-        ]
-        variants.append(list(dict.fromkeys([chain, *levels])))
-    return groups, variants
+class _ShareVariants:
+    """Groups of several placements, and for each chain those with nearby shares; see
+    `NearbyShares.group` for the levels `slower`."""
+
+    def __init__(self, nearby: NearbyShares, slower: Sequence[float]) -> None:
+        self._nearby, self._slower = nearby, slower
+        self.groups: list[TPGroup] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._levels: dict[int, list[int]] = {}
+
+    def of(self, placed: Arrangement, chain: Chain) -> list[Chain]:
+        """Chain of these groups, and one for each level of shares, without repetitions."""
+        groups = [placed.evaluator.setting.table.groups[group] for group in chain]
+        own = tuple([self._number(group) for group in groups])
+        levels = zip(*map(self._of_group, groups), strict=True)
+        return list(dict.fromkeys([own, *levels]))
+
+    def _of_group(self, group: TPGroup) -> list[int]:
+        """Number of the group to take at each level: its own one if nothing has moved."""
+        own = self._number(group)
+        if own not in self._levels:
+            others = [own] * len(self._slower)
+            if self._nearby.has_moved(group):
+                near = (self._nearby.group(group, times) for times in self._slower)
+                others = [self._number(other) for other in near]
+            self._levels[own] = others
+        return self._levels[own]
+
+    def _number(self, group: TPGroup) -> int:
+        key = group.ranks, group.shares, group.column
+        if key not in self._numbers:
+            self._numbers[key] = len(self.groups)
+            self.groups.append(group)
+        return self._numbers[key]
 
 
 def _rising(entries: Sequence[_Entry]) -> list[_Entry]:

@@ -1,5 +1,6 @@
 """Dead and slow ranks are gathered in few replicas where that shortens steps or moves less."""
 
+import random
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
@@ -44,6 +45,40 @@ def test_ranks_are_gathered_one_in_a_stage(case):
     fewest = min(len({p.dp for p in moved.places() if p.rank in dead}) for moved in gathered)
     if len(dead) <= layout.pp * layout.dp and layout.tp == 1:
         assert fewest == -(-len(dead) // layout.pp)
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([None, 0, 1, 2]), min_size=3, max_size=3), min_size=1, max_size=4
+    ),
+    st.integers(1, 3),
+)
+def test_as_many_as_wanted_are_gathered_in_a_stage(replica_of, most):
+    """Replica of the slow rank at each stage and position, of which there is one or none."""
+    layout = Layout.grid(dp=3, pp=len(replica_of), tp=3, layers=8)
+    slow = {
+        layout.replicas[d].stages[p].ranks[t]: 0.5
+        for p, column in enumerate(replica_of)
+        for t, d in enumerate(column)
+        if d is not None
+    }
+    moved = [order.of(layout) for order in gathered_orders(layout, slow, (most,))] or [layout]
+    held = Counter((p.pp, p.dp) for p in moved[-1].places() if p.rank in slow)
+    for stage, column in enumerate(replica_of):
+        count = sum(d is not None for d in column)
+        assert sum(pp == stage for pp, _ in held) == -(-count // most)
+
+
+def test_faults_of_a_stage_share_groups():
+    layout = Layout.grid(dp=4, pp=2, tp=3, layers=8)
+    ranks = {t: layout.replicas[d].stages[1].ranks[t] for d, t in [(0, 0), (2, 1), (3, 2)]}
+    slow = {ranks[0]: 0.5, ranks[1]: 0.4, ranks[2]: 0.0}
+    *_, pairs, triple = (order.of(layout) for order in gathered_orders(layout, slow, (1, 2, 3)))
+    held = [
+        sorted(Counter(p.dp for p in moved.places() if p.rank in slow).values())
+        for moved in (pairs, triple)
+    ]
+    assert held == [[1, 2], [3]]
 
 
 def test_slow_ranks_keep_their_stages():
@@ -104,7 +139,7 @@ def a_job():
 
 
 @pytest.mark.parametrize(
-    ("columns", "step", "moved"), [([3] * 8, 0.98, 0.7), ([0, 0, 1, 1, 2, 2, 3, 3], 0.99, 0.25)]
+    ("columns", "step", "moved"), [([3] * 8, 0.98, 0.7), ([0, 0, 1, 1, 2, 2, 3, 3], 0.99, 0.45)]
 )
 def test_one_dead_rank_in_each_replica(columns, step, moved, monkeypatch):
     """Gathered, they leave more replicas whole, and stages that are all as slow."""
@@ -118,6 +153,26 @@ def test_one_dead_rank_in_each_replica(columns, step, moved, monkeypatch):
     apart, most = make_plan(job, dead), plan_front(job, dead)[-1]
     assert plan.step_ms < step * apart.step_ms
     assert least.total_bytes < moved * most.total_bytes
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_joined_replicas_and_full_groups_move_less(seed, monkeypatch):
+    """Sixteen slow ranks of 256: their groups keep few layers, and few groups are concerned."""
+    memory = Memory(
+        budget_bytes=76_000_000_000,
+        sharded_optimizer=True,
+        activation_bytes_per_layer=34 * 4096 * 8192,
+    )
+    job = replace(a_job(), microbatches=512, quotas=(), memory=memory)
+    rng = random.Random(seed)
+    slow = {rank: 1.0 / rng.uniform(1.2, 4.0) for rank in rng.sample(range(256), 16)}
+    least = plan_front(job, slow)[-1]
+    depths = sorted(len(replica.stages) for replica in least.plan.layout.replicas)
+    assert depths == [8] * 6 + [16]
+    for name, without in (("_joined", lambda _: iter(())), ("_GATHERED", (1,))):
+        with monkeypatch.context() as patch:
+            patch.setattr(front, name, without)
+            assert least.total_bytes < 0.75 * plan_front(job, slow)[-1].total_bytes
 
 
 @pytest.mark.parametrize(
