@@ -163,4 +163,24 @@ def _replica_sentences(old: Layout, new: Layout) -> list[str]:
     for counts, members in list(uneven.items())[:_SHOWN]:
         replicas = f"{noun_for(len(members), 'replica')} {listed(members, _SHOWN)}"
         sentences.append(f"layers per stage {numbers(counts)} in {replicas}")
+    return [*sentences, *_group_sentences(old, new)]
+
+
+def _group_sentences(old: Layout, new: Layout) -> list[str]:
+    """Sentences about replicas that take over the stages of two, and ranks in other groups."""
+    homes = {place.rank: (place.dp, place.pp) for place in old.places()}
+    sentences, moved = [], list[int]()
+    for index, replica in enumerate(new.replicas):
+        origins = set[int]()
+        for stage in replica.stages:
+            held = Counter(homes[rank] for rank in stage.ranks if rank in homes)
+            home, _ = held.most_common(1)[0] if held else ((-1, -1), 0)
+            moved += [rank for rank in stage.ranks if homes.get(rank, home) != home]
+            origins.add(home[0])
+        if len(origins) > 1 and len(replica.stages) > max(len(r.stages) for r in old.replicas):
+            sources = listed(sorted(origins - {-1}), _SHOWN)
+            sentences.append(f"replica {index} consists of stages of replicas {sources}")
+    if moved:
+        verb = "works" if len(moved) == 1 else "work"
+        sentences.append(f"{rank_list(sorted(moved))} {verb} in other groups")
     return sentences

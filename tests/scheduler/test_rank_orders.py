@@ -169,6 +169,8 @@ def test_joined_replicas_and_full_groups_move_less(seed, monkeypatch):
     least = plan_front(job, slow)[-1]
     depths = sorted(len(replica.stages) for replica in least.plan.layout.replicas)
     assert depths == [8] * 6 + [16]
+    assert any("consists of stages of replicas" in reason for reason in least.plan.reason)
+    assert any("work in other groups" in reason for reason in least.plan.reason)
     for name, without in (("_joined", lambda _: iter(())), ("_GATHERED", (1,))):
         with monkeypatch.context() as patch:
             patch.setattr(front, name, without)
