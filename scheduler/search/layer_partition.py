@@ -174,6 +174,14 @@ def single_moves(stages: int) -> Ints:
     return steps
 
 
+@cache
+def neighbour_moves(stages: int) -> Ints:
+    """Changes of the layers by each move of a single one between neighbours, as
+    `single_moves`."""
+    steps = np.diff(np.eye(stages, dtype=np.int64), axis=0)
+    return np.concatenate([steps, -steps])
+
+
 def is_small(layers: int, stages: int) -> bool:
     """True if all partitions can be timed."""
     return comb(layers - 1, stages - 1) <= _FEW

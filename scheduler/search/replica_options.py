@@ -6,7 +6,8 @@ a number of bytes. Replicas take the options that together run all microbatches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from resihp.contracts import Layout
 
 from ..migration import StateBytes
 from .chains import Chain, ChainBatch, Floats, Ints, by_length
-from .layer_partition import least_bottleneck, single_moves
+from .layer_partition import least_bottleneck, neighbour_moves, single_moves
 from .quotas import Arrangement, ChainEvaluator
 from .received_state import NearbyShares, ReceivedState
 from .tp_groups import GroupTable, TPGroup
@@ -105,14 +106,16 @@ class ReplicaOptions:
         """Options between the present layers and those of each start, both included."""
         found: list[list[_Option]] = [[] for _ in starts]
         total = self._evaluator.setting.layers
-        for indices in by_length([start.chain for start in starts]):
+        for indices, is_joined in self._by_depth(starts):
             some = [starts[index] for index in indices]
             batch = self._batch(some)
+            # All pairs of the stages of a joined replica would be four times as many.
+            moves = (neighbour_moves if is_joined else single_moves)(batch.stages)
             home = np.array([self.state.home(start.chain, total) for start in some], np.int64)
             best = np.array([start.layers for start in some], np.int64)
             for layers in (
-                *self._relieved(batch, home),
-                *self._saved(batch, best),
+                *self._walk(batch, home, moves, self._gain),
+                *self._walk(batch, best, moves, self._saving),
                 *self._balanced(batch, home),
             ):
                 for index, row in zip(indices, layers.tolist(), strict=True):
@@ -130,22 +133,15 @@ class ReplicaOptions:
         room = np.floor((limits[..., None] - extra) / each + 1e-9)
         return self.state.fewest(batch.chains, home, np.minimum(room, costs.most).astype(np.int64))
 
-    def _relieved(self, batch: ChainBatch, layers: Ints) -> list[Ints]:
-        """Layers after each of the moves from the slowest stage that gain most time by bytes."""
-        steps = np.eye(batch.stages, dtype=np.int64)
-
-        def moved(rows: Ints, held: Ints) -> Ints:
-            forward, backward = batch.pick(rows).times(held)
-            slowest = (forward + backward).argmax(axis=1)
-            return np.asarray(held + steps[:, None, :] - steps[slowest])
-
-        return self._walk(batch, layers, moved, self._gain)
-
-    def _saved(self, batch: ChainBatch, layers: Ints) -> list[Ints]:
-        """Layers after each of the moves between neighbours that save most bytes by time."""
-        steps = np.diff(np.eye(batch.stages, dtype=np.int64), axis=0)
-        steps = np.concatenate([steps, -steps])[:, None, :]
-        return self._walk(batch, layers, lambda _, held: np.asarray(held + steps), self._saving)
+    def _by_depth(self, starts: Sequence[_Option]) -> Iterator[tuple[list[int], bool]]:
+        """Indices of starts of equal depth, and whether two replicas are joined in them."""
+        columns = self._evaluator.columns
+        grouped: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        for index, (chain, *_) in enumerate(starts):
+            is_joined = len({columns[group] for group in chain}) < len(chain)
+            grouped[len(chain), is_joined].append(index)
+        for (_, is_joined), indices in grouped.items():
+            yield indices, is_joined
 
     def _gain(self, later_ms: Floats, more_bytes: Floats) -> Floats:
         """Rate of moves that gain time: by bytes."""
@@ -159,20 +155,17 @@ class ReplicaOptions:
         self,
         batch: ChainBatch,
         layers: Ints,
-        moves: Callable[[Ints, Ints], Ints],
+        moves: Ints,
         rate: Callable[[Floats, Floats], Floats],
     ) -> list[Ints]:
-        """Layers after each of the moves with the best rates, until none helps.
-
-        moves  [move, chain, stage] of the chains with these rows and layers
-        """
+        """Layers after each of the moves, [move, stage], with the best rates, until none helps."""
         steps = [layers]
         bounds, sizes = self._weighed(batch, layers)
         active = np.arange(len(layers)) if batch.stages > 1 else np.empty(0, np.int64)
         for _ in range(_MOVES):
             if not active.size or self._evaluator.setting.expired():
                 break
-            moved = moves(active, layers[active])
+            moved = layers[active] + moves[:, None, :]
             later, larger = self._weighed(batch.pick(active), np.maximum(moved, 1))
             rates = rate(later - bounds[active], larger - sizes[active])
             rates = np.where((moved >= 1).all(axis=2), rates, 0.0)
