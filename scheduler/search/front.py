@@ -83,9 +83,11 @@ def search_front(
 
 
 def _of_one_setting(job: Job, placements: Iterable[Arrangement]) -> Iterable[Sequence[Arrangement]]:
-    """Distinct placements by schedule and memory footprint."""
+    """Distinct placements that hold all layers, by schedule and memory footprint."""
     grouped: dict[object, dict[object, Arrangement]] = defaultdict(dict)
     for placed in placements:
+        if placed.makespan_ms == math.inf:  # with the quotas of its replicas
+            continue
         setting = placed.evaluator.setting
         same = grouped[setting.schedule, setting.footprint]
         same.setdefault((placed.layout, placed.quotas), placed)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from resihp.contracts import InfeasibleError, Job, LayerCost, Layout, Memory, ModelShape, Schedule
@@ -87,6 +87,15 @@ def check_front(job, speeds, current, front):
     schedules=st.sampled_from([(), (Schedule.ONE_F_ONE_B, Schedule.EAGER_1F1B)]),
     twice=st.booleans(),
     seed=st.integers(0, 10**6),
+)
+@example(  # groups in place are more than the layers
+    shape=(4, 4, 4),
+    layers=4,
+    per_replica=1,
+    costs=(0.1, 0.0),
+    schedules=(),
+    twice=True,
+    seed=1842,
 )
 def test_any_front_is_valid_and_falls(shape, layers, per_replica, costs, schedules, twice, seed):
     """From the initial layout, or from that of a plan for other faults."""
