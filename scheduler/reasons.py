@@ -167,18 +167,18 @@ def _replica_sentences(old: Layout, new: Layout) -> list[str]:
 
 
 def _group_sentences(old: Layout, new: Layout) -> list[str]:
-    """Sentences about replicas that take over the stages of two, and ranks in other groups."""
+    """Sentences about longer replicas that consist of several, and about ranks in other groups."""
     homes = {place.rank: (place.dp, place.pp) for place in old.places()}
     sentences, moved = [], list[int]()
     for index, replica in enumerate(new.replicas):
         origins = set[int]()
         for stage in replica.stages:
-            held = Counter(homes[rank] for rank in stage.ranks if rank in homes)
-            home, _ = held.most_common(1)[0] if held else ((-1, -1), 0)
-            moved += [rank for rank in stage.ranks if homes.get(rank, home) != home]
-            origins.add(home[0])
+            known = [rank for rank in stage.ranks if rank in homes]
+            for home, _ in Counter(homes[rank] for rank in known).most_common(1):
+                moved += [rank for rank in known if homes[rank] != home]
+                origins.add(home[0])
         if len(origins) > 1 and len(replica.stages) > max(len(r.stages) for r in old.replicas):
-            sources = listed(sorted(origins - {-1}), _SHOWN)
+            sources = listed(sorted(origins), _SHOWN)
             sentences.append(f"replica {index} consists of stages of replicas {sources}")
     if moved:
         verb = "works" if len(moved) == 1 else "work"

@@ -71,7 +71,7 @@ def search_front(
         for option in _placements(job, current, speeds, found, expired, links)
         for placed in (option, *_joined(option))
     ]
-    for alike in _of_one_setting(job, placements):
+    for alike in _of_one_setting(placements):
         slower = _SLOWER if _cells(alike[0].chains) <= _FEWER_CELLS else _SLOWER[:1]
         options = ReplicaOptions(alike, current, sizes, nearby, slower, quickest.most_bytes)
         for limit in LIMITS:
@@ -82,7 +82,7 @@ def search_front(
     return [point.arrangement for point in _monotone(points)]
 
 
-def _of_one_setting(job: Job, placements: Iterable[Arrangement]) -> Iterable[Sequence[Arrangement]]:
+def _of_one_setting(placements: Iterable[Arrangement]) -> Iterator[Sequence[Arrangement]]:
     """Distinct placements that hold all layers, by schedule and memory footprint."""
     grouped: dict[object, dict[object, Arrangement]] = defaultdict(dict)
     for placed in placements:
@@ -91,7 +91,7 @@ def _of_one_setting(job: Job, placements: Iterable[Arrangement]) -> Iterable[Seq
         setting = placed.evaluator.setting
         same = grouped[setting.schedule, setting.footprint]
         same.setdefault((placed.layout, placed.quotas), placed)
-    return [list(same.values()) for same in grouped.values()]
+    yield from (list(same.values()) for same in grouped.values())
 
 
 def _joined(placed: Arrangement) -> Iterator[Arrangement]:
@@ -112,9 +112,7 @@ def _joined(placed: Arrangement) -> Iterator[Arrangement]:
     chain = tuple(sorted(groups, key=evaluator.columns.__getitem__))
     quota = sum(placed.quotas[index] for index in pair)
     quotas = [quota, *(placed.quotas[index] for index in rest)]
-    arranged = Arrangement.of(evaluator, [chain, *(placed.chains[i] for i in rest)], quotas)
-    if arranged.makespan_ms < math.inf:
-        yield arranged
+    yield Arrangement.of(evaluator, [chain, *(placed.chains[i] for i in rest)], quotas)
 
 
 def _cells(chains: Sequence[Chain]) -> int:
@@ -161,10 +159,8 @@ def _placements(
     yield from found
     best = found[0]
     is_small = _cells(best.chains) <= _FEWER_CELLS
-    for order in (
-        RankOrder({}),
-        *(gathered_orders(current, speeds, _GATHERED) if is_small else ()),
-    ):
+    gathered = gathered_orders(current, speeds, _GATHERED) if is_small else []
+    for order in (RankOrder({}), *gathered):
         moved = replace(job, layout=order.of(job.layout))
         yield from _in_place(moved, order.of(current), speeds, best, expired, links)
 
