@@ -12,6 +12,7 @@ from ..persistence import Persistent
 from ..settings import DetectorSettings
 from .intermittent import EDGE, first_slow_step
 from .rank_tests import RankTests, StepEvidence
+from .sequential import log_ratio
 
 CODES: tuple[Status, ...] = tuple(Status)
 HEALTHY, SUSPECT, FAIL_SLOW, FAIL_STOP, INCONCLUSIVE = range(len(CODES))
@@ -29,6 +30,8 @@ _FACTOR_STEPS = 12
 _AGREE, _AGREE_SHARE = 6.0, 0.1
 """Largest distance between steps of a slow device that agree: standard deviations plus a share of
 the slowness (log)."""
+_RECOVERED_AT = float(np.log(100.0))
+"""Evidence (log) from which a rank is healthy again: a few quick steps may be noise."""
 _SPELLS = 16
 """Steps after a recovery within which a new slow spell continues the one before."""
 _CHANCE = 1e-3
@@ -206,14 +209,32 @@ class StatusTable(Persistent):
 
     def _recover(self, tests: RankTests, now: StepEvidence, named: Bools) -> None:
         back = named & (self.well_run >= self._settings.recover_steps)
-        for rank in np.flatnonzero(back & self.turns).tolist():
-            back[rank] = self.well_run[rank] >= self._healthy_steps_needed(tests, now, rank)
+        for rank in np.flatnonzero(back).tolist():
+            if self.turns[rank]:
+                back[rank] = self.well_run[rank] >= self._healthy_steps_needed(tests, now, rank)
+            else:
+                back[rank] = self._has_recovered(tests, now, rank)
         if not back.any():
             return
         self._mark_healthy(tests, back)
         started = tests.steps[np.maximum(tests.steps.size - self.well_run[back], 0)]
         self.since[back] = self.fresh[back] = started
         tests.clear(back)
+
+    def _has_recovered(self, tests: RankTests, now: StepEvidence, rank: int) -> bool:
+        """Whether the last steps of a rank, from some step on, are those of a healthy one, and not
+        of one that is as slow as before them; after many healthy ones running always."""
+        if self.well_run[rank] >= _MOST_HEALTHY_STEPS:
+            return True
+        rows = np.isfinite(tests.window[:, rank]) & (tests.steps >= self.since[rank])
+        excess = tests.window[rows, rank].astype(np.float64) - now.reference[rank]
+        for count in range(self._settings.recover_steps, min(excess.size, _MOST_HEALTHY_STEPS) + 1):
+            slow = excess[:-count][-_FACTOR_STEPS:]
+            level = float(np.median(slow) if slow.size else np.log(self.factor[rank]))
+            gains = log_ratio(excess[-count:], now.scale[rank], np.array(max(level, self._least)))
+            if gains.sum() <= -_RECOVERED_AT:
+                return True
+        return False
 
     def _healthy_steps_needed(self, tests: RankTests, now: StepEvidence, rank: int) -> int:
         """Healthy steps before an intermittently slow rank is healthy again: so many that they are

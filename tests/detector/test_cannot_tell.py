@@ -131,6 +131,22 @@ def test_a_recovered_device_is_healthy_again() -> None:
     ] == set(job.layout.ranks)
 
 
+def test_a_few_quick_steps_of_a_noisy_host_are_no_recovery() -> None:
+    """Of eight jobs in which rank 2 is slow until step 80, one has its name end before."""
+    job = job_of(8, 1, 1, per_replica=1)
+    fault = Fault(rank=2, factor=1.3, from_step=30, until_step=80)
+    ended, recovered = 0, 0
+    for seed in range(8):
+        detector, named = Detector(job, settings=DetectorSettings(train=False)), False
+        noise = Noise(step=0.15)
+        for batch in steps_of(job, LENGTHS, steps=120, seed=seed, faults=[fault], noise=noise):
+            detector.update(batch)
+            before, named = named, detector.verdicts()[2].status is Status.FAIL_SLOW
+            ended += before and not named and batch.step[0] < 80
+        recovered += not named
+    assert (ended, recovered) == (1, 8)
+
+
 def with_transfers(batch: TelemetryBatch, job: Job, slow: tuple[int, int], factor: float):
     """The batch with one transfer a microbatch between the two stages of each replica."""
     rng = np.random.default_rng(int(batch.step[0]))
