@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -73,11 +74,13 @@ class Analysis:
     def to_json(self) -> dict[str, Any]:
         """The object that `resihp analyze --json` prints."""
         layout, diagnosis, ended = self.layout, self.diagnosis, sorted(self.ended.items())
+        untimed = self.trace.untimed_ms
         return {
             "trace": str(self.trace.path),
             "format": self.trace.format,
             "layout": {"dp": layout.dp, "pp": layout.pp, "tp": self.tp},
             "steps": len(self.trace.steps),
+            **({"untimed_ms": round(untimed, 3)} if isfinite(untimed) else {}),
             "slowdown": round(diagnosis.slowdown, 6),
             "root_cause": diagnosis.root_cause.value,
             "attribution": {

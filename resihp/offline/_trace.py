@@ -16,6 +16,7 @@ stops the host and not the device, as DATA records do.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ class Trace:
     columns  microbatch records by the names of `TelemetryBatch`, and `plan_version`, where the
              format holds records; else None
     plans    plans that took effect while the job was recorded
+    untimed_ms
+             time of a usual step of a rank that is in no record; NaN where that is not known
     """
 
     path: Path
@@ -92,6 +95,7 @@ class Trace:
     rows: Rows | None = None
     columns: Columns | None = None
     plans: tuple[Plan, ...] = ()
+    untimed_ms: float = math.nan
 
     @property
     def recording(self) -> OpGrid:

@@ -57,6 +57,7 @@ def facts(analysis: Analysis) -> list[str]:
         f"{plural(len(trace.ranks), 'rank')} recorded",
         plural(len(trace.steps), "step"),
         f"{step_ms:.0f} ms per step",
+        *([f"{trace.untimed_ms:.0f} ms more in no pass"] if trace.untimed_ms >= 0.5 else ()),
         analysis.trace.format,
     ]
 

@@ -90,6 +90,13 @@ def test_the_rank_that_waits_least_tells_how_long_a_collective_takes(tmp_path):
     assert document["attribution"]["device"] > 0.9
 
 
+def test_time_in_no_pass_is_told(tmp_path):
+    """A step of 52.4 ms on the host holds 24.5 ms of work on the device and 3 of communication."""
+    for rank in range(4):
+        write(tmp_path / f"{rank}.json", rank, device_events(rank))
+    assert analyze(read_trace(tmp_path)).to_json()["untimed_ms"] == pytest.approx(24.9)
+
+
 def test_ranks_that_send_to_each_other_are_a_pipeline(tmp_path):
     for rank in range(4):
         write(tmp_path / f"{rank}.json", rank, device_events(rank, peer=(rank + 2) % 4))

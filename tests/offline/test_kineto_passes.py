@@ -220,7 +220,7 @@ def grid(rank):
 @pytest.mark.parametrize("missing", [(), (3,), (4, 5), (0, 1, 2, 4, 5, 6)])
 def test_layout_follows_from_the_groups(missing):
     ranks = [
-        RankRecords(rank, 0.0, tuple(grid(rank)), [], False, False, [], [])
+        RankRecords(rank, 0.0, tuple(grid(rank)), [], False, False, 0.0, [], [])
         for rank in range(8)
         if rank not in missing
     ]

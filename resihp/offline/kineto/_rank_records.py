@@ -48,6 +48,8 @@ class RankRecords:
     epoch_us     what to add to a time to have that of the host's clock; NaN where unknown
     is_numbered  whether the profiler has numbered the steps
     is_split     whether backward passes ran in two halves
+    untimed_ms   time of a usual step in which the rank neither computed, loaded data nor waited for
+                 others; NaN where no step has both ends
     """
 
     rank: int
@@ -56,6 +58,7 @@ class RankRecords:
     steps: Sequence[StepRange]
     is_numbered: bool
     is_split: bool
+    untimed_ms: float
     rows: Sequence[Row]
     exposed: Sequence[Exposed]
 
@@ -66,6 +69,12 @@ def read_rank(path: Path, rank: int | None) -> RankRecords:
     clock = clock_of(profile)
     steps, is_numbered = find_steps(profile)
     passes = find_passes(profile, steps)
+    rows = [
+        row
+        for step, each in enumerate(passes)
+        for row in _rows(profile.rank, step, each, clock, profile.shapes)
+    ]
+    exposed = list(_exposed(steps, profile.communications, clock))
     return RankRecords(
         rank=profile.rank,
         epoch_us=profile.epoch_us,
@@ -73,12 +82,9 @@ def read_rank(path: Path, rank: int | None) -> RankRecords:
         steps=steps,
         is_numbered=is_numbered,
         is_split=any(one.is_split for each in passes for one in each),
-        rows=[
-            row
-            for step, each in enumerate(passes)
-            for row in _rows(profile.rank, step, each, clock, profile.shapes)
-        ],
-        exposed=list(_exposed(steps, profile.communications, clock)),
+        untimed_ms=_untimed_ms(steps, rows, exposed),
+        rows=rows,
+        exposed=exposed,
     )
 
 
@@ -99,6 +105,20 @@ def _rows(
             known = work.get((one.chunk, one.microbatch)) if one.microbatch >= 0 else None
             times = own_us * 1e-3, wait_us * 1e-3
             yield Row(rank, step, one.microbatch, one.op, *times, one.chunk, -1, *(known or ()))
+
+
+def _untimed_ms(
+    steps: Sequence[StepRange], rows: Sequence[Row], exposed: Sequence[Exposed]
+) -> float:
+    whole = np.array([step.stop_us - step.start_us for step in steps]) * 1e-3
+    at = [row.step for row in rows]
+    own = np.bincount(at, [row.compute_ms for row in rows], len(steps))
+    waits = np.bincount(at, np.nan_to_num([row.wait_ms for row in rows]), len(steps))
+    at, idle_us = [one.step for one in exposed], [one.exposed_us for one in exposed]
+    talks = np.bincount(at, idle_us, len(steps)) * 1e-3  # in passes and between them
+    known = np.isfinite(whole) & (own > 0)
+    left = (whole - own - np.maximum(waits, talks))[known]
+    return max(float(np.median(left)), 0.0) if left.size else float("nan")
 
 
 def _work(shapes: Shapes, forward: PassWindows) -> tuple[int, int, int, int] | None:

@@ -53,6 +53,8 @@ def kineto_trace(path: Path, files: Sequence[Path]) -> Trace:
         format="kineto-json",
         job=job,
         tp=tensor_parallel(meta, layout.tp),
+        # In a pipeline that is idling and transfers, too.
+        untimed_ms=float(np.median([r.untimed_ms for r in ranks])) if layout.pp == 1 else np.nan,
         columns=filled(
             {name: np.array([getattr(row, name) for row in rows]) for name in Row._fields}
         ),
