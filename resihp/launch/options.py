@@ -427,5 +427,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--module", "-m", action="store_true", help="the script is a module, as in python -m")
     add("--no-python", action="store_true", help="the script is a program of any kind")
     parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER).required = False
     return parser

@@ -171,7 +171,7 @@ def test_output_stays_in_its_folder_whatever_the_identity(run: str, name: str) -
         ("--join , --rdzv-endpoint h t.py", "--join , must name ranks, each once"),
         ("--join 2,2 --rdzv-endpoint h t.py", "--join 2,2 must name ranks, each once"),
         ("-r 4 t.py", "streams are 0, 1, 2 or 3"),
-        ("--nproc-per-node 2", "script"),
+        ("--nproc-per-node 2", "are required: script\n"),
         ("--no-such-option t.py", "no-such-option"),
     ],
 )
