@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from resihp.testing.ordinary_loops import (
 from service import Sidecar
 
 from ._instrument_slowed import Slowing, detector_steps, least_steps
+from ._instrument_traceml import TraceMLRuns
 
 STEPS = 70
 ONSET = 20
@@ -108,6 +110,7 @@ class Outcome:
     steps     by the detector, step by step
     told      first step in a message by which the sidecar called a rank slow; None: not run live
     seconds   duration of the run
+    peer      TraceML's verdict on a run of its own; "-" if there was none
     """
 
     seed: int
@@ -115,6 +118,7 @@ class Outcome:
     steps: Names
     told: dict[int, int] | None = None
     seconds: float = 0.0
+    peer: str = "-"
 
 
 def cells(*, quick: bool) -> list[Cell]:
@@ -146,16 +150,27 @@ def busy_processors(count: int) -> Iterator[None]:
 
 
 def run_cells(
-    chosen: Sequence[Cell], seeds: int, recordings: Path
+    chosen: Sequence[Cell], seeds: int, recordings: Path, *, peer: bool
 ) -> Iterator[tuple[Cell, list[Outcome]]]:
     """Run each cell once for every seed, with other documents and another slow rank; keep the
-    telemetry of each run in the folder `recordings`."""
+    telemetry of each run in the folder `recordings`. With the `peer`, cells of DDP run under
+    TraceML, too. Raises `RuntimeError` where it cannot be installed."""
     recordings.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="resihp-cells-") as name:
         folder = Path(name)
+        traceml = None
+        if peer and any(cell.kind == "ddp" for cell in chosen):
+            traceml = TraceMLRuns(folder / "traceml")
         with Sidecar(folder / "sidecar") as sidecar:
             for cell in chosen:
-                yield cell, [_run(sidecar.url, folder, recordings, cell, s) for s in range(seeds)]
+                runs = []
+                for seed in range(seeds):
+                    loop = _loop(cell, seed)
+                    run = _run(replace(loop, url=sidecar.url), folder, recordings, seed)
+                    if traceml is not None and cell.kind == "ddp":
+                        run = replace(run, peer=traceml.verdict(loop))
+                    runs.append(run)
+                yield cell, runs
 
 
 def recorded_cells(
@@ -187,31 +202,36 @@ def names_by_steps(path: Path) -> Names:
     return names
 
 
-def _run(url: str, folder: Path, recordings: Path, cell: Cell, seed: int) -> Outcome:
-    rank, job = cell.slow_rank(seed), f"{cell.name}-{seed}"
+def _loop(cell: Cell, seed: int) -> OrdinaryLoop:
+    rank = cell.slow_rank(seed)
     documents = DocumentLengths(seed)
     slow = SlowRank(rank, cell.factor, _PASSES[cell.passes], cell.since)
     if cell.is_healthy:
         documents, slow = replace(documents, doubled=(rank, *DOUBLED)), SlowRank()
-    sent = folder / job / "sent"
+    return OrdinaryLoop(
+        cell.kind, STEPS, slow, documents, cell.microbatches,
+        job=f"{cell.name}-{seed}", ranks=_RANKS, pace=cell.pace,
+    )  # fmt: skip
+
+
+def _run(loop: OrdinaryLoop, folder: Path, recordings: Path, seed: int) -> Outcome:
+    job, sent = loop.job, folder / loop.job / "sent"
     sent.mkdir(parents=True)
-    loop = OrdinaryLoop(
-        cell.kind, STEPS, slow, documents, cell.microbatches, url, job, _RANKS, sent, cell.pace
-    )
     begun = time.monotonic()
     with LocalRanks(job, folder / job) as ranks:
-        ranks.start(range(_RANKS), run_loop, loop)
+        ranks.start(range(_RANKS), run_loop, replace(loop, recording=sent))
         if any(ranks.wait(_PATIENCE_S).values()):
             raise RuntimeError(ranks.logs())
-    _wait_until_applied(url, job)
+    _wait_until_applied(loop.url, job)
     told: dict[int, int] = {}
-    for verdict in _named(url, job):
+    for verdict in _named(loop.url, job):
         told.setdefault(verdict["rank"], verdict["step"])
     trace = recordings / f"{job}.parquet"
     write_trace(trace, from_json(Job, json.loads((sent / "job.json").read_text())),
                 recorded_batches(sent))  # fmt: skip
     shutil.rmtree(folder / job)
-    return Outcome(seed, slow.rank, names_by_steps(trace), told, time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    return Outcome(seed, loop.slow.rank, names_by_steps(trace), told, seconds)
 
 
 def _wait_until_applied(url: str, job: str, timeout_s: float = 60.0) -> None:
@@ -248,7 +268,7 @@ def _events(url: str, job: str) -> list[dict[str, Any]]:
 
 COLUMNS = (
     "loop", "slow rank", "runs", "right", "late", "missed", "wrong names", "steps to name",
-    "each rank", "oracle", "told after", "from step", "at the end",
+    "each rank", "oracle", "told after", "from step", "at the end", "TraceML at the end",
 )  # fmt: skip
 
 
@@ -305,7 +325,14 @@ def row(cell: Cell, runs: Sequence[Outcome], recordings: Path) -> tuple[str, ...
         f"{statistics.median(told):.0f}" if told else "-",
         " ".join("start" if step is None else str(step) for step in since) or "-",
         ", ".join(f"{status} {slowdown:.2f}" for status, slowdown in last) or "-",
+        _counted(run.peer for run in runs),
     )
+
+
+def _counted(words: Iterable[str]) -> str:
+    """Distinct words, with how often each comes if that is more than once."""
+    counts = Counter(words).most_common()
+    return ", ".join(word if count == 1 else f"{count} {word}" for word, count in counts)
 
 
 def document(results: Sequence[tuple[Cell, list[Outcome]]]) -> list[dict[str, Any]]:

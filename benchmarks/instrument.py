@@ -7,9 +7,10 @@ bursts; TraceML's steps without are taken with its patches in place. Collectives
 so that the times of a step spread little; those of the cells are real.
 
 Part `cells`: four real processes with a sidecar, one of them slow: which ranks are named, and
-after how many steps. Where whole microbatches run on each rank and the cell without a slow rank is
-run or recorded too, each rank of that recording is slowed in turn: the median steps to its name,
-and those that the best test needs, which knows what it looks for.
+after how many steps. The cells of DDP run under TraceML, too, whose verdict comes at the end.
+Where whole microbatches run on each rank and the cell without a slow rank is run or recorded too,
+each rank of that recording is slowed in turn: the median steps to its name, and those that the best
+test needs, which knows what it looks for.
 """
 
 from __future__ import annotations
@@ -188,7 +189,8 @@ def _cells(options: argparse.Namespace) -> list[dict[str, Any]]:
         if options.replay:
             found = recorded_cells(chosen, kept)
         else:
-            found = run_cells(chosen, 1 if options.quick else options.seeds, kept)
+            seeds = 1 if options.quick else options.seeds
+            found = run_cells(chosen, seeds, kept, peer=options.peer)
         for cell, runs in found:
             results.append((cell, runs))
             shown = " ".join(row(cell, runs, kept))
