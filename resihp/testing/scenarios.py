@@ -75,6 +75,8 @@ class Noise:
     offset   of a rank for good
     outliers share of records that are interrupted, by a factor of up to 1 + 2 `outlier_size`
     hiccups  share of the steps of a rank that take up to five times as long (garbage collection)
+    delays   mean share by which each record takes longer (exponential), as where other work on the
+             host interrupts it
     """
 
     record: float = 0.01
@@ -83,6 +85,7 @@ class Noise:
     outliers: float = 0.002
     outlier_size: float = 0.5
     hiccups: float = 0.0
+    delays: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +262,8 @@ def _scatter(times: Floats, noise: Noise, rng: np.random.Generator) -> None:
     times *= np.exp(rng.normal(0.0, noise.record, times.size))
     struck = rng.random(times.size) < noise.outliers
     times[struck] *= 1.0 + noise.outlier_size * rng.random(int(struck.sum())) * 2.0
+    if noise.delays:
+        times *= 1.0 + rng.exponential(noise.delays, times.size)
 
 
 def _slowest(group: Ints, times: Floats) -> Floats:
