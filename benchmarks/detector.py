@@ -134,7 +134,7 @@ def generated_jobs(figures: Figures, trials: int, clean_steps: int) -> None:
         job = cases.job_of(16, 1, 1, per_replica=per_replica)
         jobs = max(1, clean_steps // (16 * 600))
         tally = cases.generated_trials(job, 0.0, jobs, steps=600, noise=Noise(delays=0.05))
-        name = f"DP16, {per_replica} a step, passes delayed by 5% (exponential), 600 steps"
+        name = f"DP16, {per_replica} a step, passes delayed by 5% on average, 600 steps"
         clean.append([name, f"{tally.device_steps:,}", str(tally.wrong), str(tally.inconclusive)])
     longer = Surge(replica=1, factor=20.0, from_step=30, longer=True)
     for dp, pp, per_replica in ((4, 2, 8), (2, 2, 8), (4, 1, 1)):

@@ -100,14 +100,17 @@ class LayoutState(Persistent):
         if not self._by_lengths and self.cross_stage.misfits:
             self._discard_maps()
             return
-        trusted = self.status_table.trusted()
+        named, healthy = table.status == FAIL_SLOW, table.status == HEALTHY
+        trusted, representative = table.trusted(), healthy
         able = verifiable = self._able()
         if not self._by_lengths:
             verifiable = self.cross_stage.verifiable(trusted)
             trusted, verifiable = trusted & verifiable, able & verifiable
+            representative = trusted  # one slow rank puts all that it is compared with in doubt
         self.correlated.observe(records, index)
-        now = self.tests.observe(step, residual, trusted, able, self.correlated.lags)
-        now = self.passes.joined(step, residual, trusted, now)
+        lags = self.correlated.lags
+        now = self.tests.observe(step, residual, trusted, able, lags, representative)
+        now = self.passes.joined(step, residual, trusted, now, representative)
         now = with_intermittent(self.tests, now, verifiable, self._least, table.fresh)
         if residual.fixed is None:  # lengths tell more work from slower devices
             annotations.mark(REPLICA, np.zeros(self.places.size, bool), step)
@@ -119,7 +122,6 @@ class LayoutState(Persistent):
             annotations.explained = self.replicas.explains(now, excess, table.slow_run + 1)
             now = replace(now, able=now.able & ~annotations.explained)
         now, waits_for = self.correlated.attribute(self.tests, now)
-        named, healthy = table.status == FAIL_SLOW, table.status == HEALTHY
         table.update(self.tests, now, annotations.annotated)
         annotations.forget_probes(healthy & (table.status == HEALTHY))
         self.passes.clear(named & (table.status == HEALTHY))

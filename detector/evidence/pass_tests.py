@@ -33,16 +33,22 @@ class PassTests(Persistent):
         self._backward = RankTests(classes, settings)
 
     def joined(
-        self, step: int, residual: StepResidual, trusted: Bools, now: StepEvidence
+        self,
+        step: int,
+        residual: StepResidual,
+        trusted: Bools,
+        now: StepEvidence,
+        healthy: Bools,
     ) -> StepEvidence:
         """Take the residuals of a step by kind of pass, if it has them; return `now` with what they
-        say."""
+        say. `trusted` and `healthy` are those of `RankTests.observe`."""
         if residual.passes is None:
             return now
         joined, able = now.evidence + np.log(_BOTH), now.able
         for tests, passes in zip((self._forward, self._backward), residual.passes, strict=True):
             passes = replace(passes, misfit=residual.misfit)  # noqa: PLW2901 of the same work
-            alone = tests.observe(step, passes, trusted, np.ones(trusted.size, bool))
+            everyone = np.ones(trusted.size, bool)
+            alone = tests.observe(step, passes, trusted, everyone, healthy=healthy)
             joined = np.logaddexp(joined, alone.evidence + np.log((1.0 - _BOTH) / 2.0))
             able = able | (alone.able & (alone.evidence >= tests.name_at))
         return replace(now, evidence=joined, able=able)

@@ -148,15 +148,18 @@ class RankTests(Persistent):
         trusted: Bools,
         able: Bools,
         lags: Floats | None = None,
+        healthy: Bools | None = None,
     ) -> StepEvidence:
         """Takes one step. `trusted` ranks update the baseline; only `able` ranks may be
-        named: those that can be separated from others. `lags` are those of `CorrelatedRanks`."""
+        named: those that can be separated from others. `lags` are those of `CorrelatedRanks`.
+        `healthy` ranks (default: the trusted ones) tell the common mode where too few of them are
+        trusted."""
         misfit = residual.misfit or _NO_MISFIT
         self._wider = residual.wider
         middle = self._middle()
         offset = self._offset_spread(middle)
         self._forget_past(misfit.moved)
-        value = self._centre(residual, trusted, lags)
+        value = self._centre(residual, self._representative(trusted, healthy), lags)
         seen = np.isfinite(value)
         self.window = appended(self.window, value, WINDOW_STEPS)
         unlike = np.maximum(misfit.from_peers, misfit.from_past) > offset
@@ -168,7 +171,7 @@ class RankTests(Persistent):
         apart = np.hypot(offset, misfit.from_peers)
         prior = np.where(self._majority, apart, _UNKNOWN_OFFSET)
         doubt = 1.0 / np.sqrt(self.past / spread**2 + 1.0 / prior**2)
-        mean = self.mean * (1.0 - (doubt / prior) ** 2) + self._fallen()
+        mean = middle + (self.mean - middle) * (1.0 - (doubt / prior) ** 2) + self._fallen()
         self._track_pairs(value - self.mean, trusted)
         most = mean + 3.0 * doubt + misfit.from_peers
         by_peers = middle + self._most_by_peers(most, offset)
@@ -246,6 +249,18 @@ class RankTests(Persistent):
             fall = np.minimum(change[self._pairs].max(axis=0), 0.0)
             falls[self._pairs] = np.where(sound, fall, np.nan)
         self.falls = appended(self.falls, falls, _LAG + _FALL_STEPS - 1)
+
+    def _representative(self, trusted: Bools, healthy: Bools | None) -> Bools:
+        """Ranks whose middle is that of their class: the trusted ones or, where they are not half
+        of the healthy ones, all of these. Where times scatter widely most ranks are in some doubt,
+        and the others are those that happened to be quick of late."""
+        if healthy is None:
+            return trusted
+        size = int(self._classes.max()) + 1
+        sure = np.bincount(self._classes[trusted], minlength=size)
+        few = 2 * sure < np.bincount(self._classes[healthy], minlength=size)
+        result: Bools = trusted | (healthy & few[self._classes])
+        return result
 
     def _centre(self, residual: StepResidual, trusted: Bools, lags: Floats | None) -> Floats:
         """Residuals without the common mode of the peers, or of the job where peers are too few.

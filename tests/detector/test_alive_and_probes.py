@@ -197,7 +197,7 @@ def test_records_of_before_its_death_bring_no_rank_back(messages: list[list[int]
 
 
 def slowly_failing() -> Iterator[TelemetryBatch]:
-    fault = Fault(rank=2, factor=1.025, from_step=14)
+    fault = Fault(rank=2, factor=1.028, from_step=14)
     lengths = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 500)), 16, 8192).astype(int)
     return steps_of(JOB, lengths, steps=40, seed=1, faults=[fault])
 

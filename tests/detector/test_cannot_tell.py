@@ -147,6 +147,15 @@ def test_a_few_quick_steps_of_a_noisy_host_are_no_recovery() -> None:
     assert (ended, recovered) == (1, 8)
 
 
+def test_delays_of_a_busy_host_name_nobody_in_a_long_job() -> None:
+    """Once most ranks were in some doubt, those that were quick of late told what is usual."""
+    job = job_of(16, 1, 1, per_replica=1)
+    detector = Detector(job, settings=DetectorSettings(train=False))
+    for batch in steps_of(job, LENGTHS, steps=450, seed=3, noise=Noise(delays=0.05)):
+        for verdict in detector.update(batch):
+            assert verdict.status is not Status.FAIL_SLOW, verdict
+
+
 def with_transfers(batch: TelemetryBatch, job: Job, slow: tuple[int, int], factor: float):
     """The batch with one transfer a microbatch between the two stages of each replica."""
     rng = np.random.default_rng(int(batch.step[0]))
