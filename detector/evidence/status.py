@@ -222,7 +222,7 @@ class StatusTable(Persistent):
         tests.clear(back)
 
     def _has_recovered(self, tests: RankTests, now: StepEvidence, rank: int) -> bool:
-        """Whether the last steps of a rank, from some step on, are those of a healthy one, and not
+        """Test if the last steps of a rank, from some step on, are those of a healthy one, and not
         of one that is as slow as before them; after many healthy ones running always."""
         if self.well_run[rank] >= _MOST_HEALTHY_STEPS:
             return True
