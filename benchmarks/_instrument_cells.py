@@ -154,7 +154,7 @@ def run_cells(
 ) -> Iterator[tuple[Cell, list[Outcome]]]:
     """Run each cell once for every seed, with other documents and another slow rank; keep the
     telemetry of each run in the folder `recordings`. With the `peer`, cells of DDP run under
-    TraceML, too. Raises `RuntimeError` where it cannot be installed."""
+    TraceML, too."""
     recordings.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="resihp-cells-") as name:
         folder = Path(name)

@@ -25,17 +25,29 @@ from resihp.testing.ordinary_loops import OrdinaryLoop, RankLoop
 _TIMEOUT_S = 180.0
 
 
+_FAILURES = subprocess.SubprocessError, OSError, RuntimeError, ValueError
+
+
 class TraceMLRuns:
-    """Runs of loops under TraceML, which is installed in `folder`. Raises `RuntimeError` where it
-    cannot be."""
+    """Runs of loops under TraceML, which is installed in `folder`. Where that or a run fails, the
+    verdict says so: our own cells do not depend on it."""
 
     def __init__(self, folder: Path) -> None:
-        self._logs = folder / "logs"
-        self._python = peer_python(folder / "venv")
-        install(self._python, PEER)
+        self._logs, self._missing = folder / "logs", ""
+        try:
+            self._python = peer_python(folder / "venv")
+            install(self._python, PEER)
+        except _FAILURES as error:
+            self._missing = f"not installed: {error}"
 
     def verdict(self, loop: OrdinaryLoop) -> str:
         """Return the verdict on one run of a loop, with the ranks that it names as stragglers."""
+        try:
+            return self._missing or self._run(loop)
+        except _FAILURES as error:
+            return f"failed: {error}"
+
+    def _run(self, loop: OrdinaryLoop) -> str:
         given = replace(loop, url="", recording=None)
         command = [
             str(self._python.with_name("traceml")), "run", "--mode", "summary", "--run-name",
