@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from detector.persistence import pack, unpack
 from resihp.contracts import (
@@ -224,12 +225,14 @@ class JobSession:
         before = self.planning.active
         if self.planning.activate(run[0].plan_version):
             self._switch(before)
-        run = [part for part in run if self._steps.knows_any(part.ranks)]
-        if not run:
+        told = frozenset().union(*(part.ranks for part in run))
+        ranks = self._steps.of_layout(told)
+        if not ranks:
             return  # from ranks outside the layout, which report only to receive probes
         batch = joined(run)
-        ranks = sorted(frozenset().union(*(part.ranks for part in run)))
-        revived = self._detector.heard(ranks, self._state.clock.latest_s, batch)
+        if ranks != told:  # the hosts' messages hold records of both
+            batch = batch.select(np.isin(batch.rank, list(ranks)))
+        revived = self._detector.heard(sorted(ranks), self._state.clock.latest_s, batch)
         restarts = self._detector.counters["restarts"]
         changed = [*revived, *self._detector.update(batch)]
         if self._detector.counters["restarts"] > restarts:

@@ -49,9 +49,9 @@ class StepTimes(Persistent):
         self._progress = StepProgress(np.array(sorted(ranks), np.int64))
         self._times_ms = {}
 
-    def knows_any(self, ranks: Set[int]) -> bool:
-        """Return whether one of these ranks is in the layout."""
-        return not self._ranks.isdisjoint(ranks)
+    def of_layout(self, ranks: Set[int]) -> Set[int]:
+        """Return those of these ranks that are in the layout."""
+        return self._ranks & ranks
 
     def expect(self, ranks: Iterable[int]) -> None:
         """Note that other processes work as these ranks from now on."""

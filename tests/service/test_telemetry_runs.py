@@ -113,6 +113,15 @@ def test_a_message_with_an_error_takes_no_other_with_it() -> None:
     assert session._detector.checksum == 2400
 
 
+def test_a_hosts_message_counts_without_its_ranks_outside_the_layout() -> None:
+    session = session_of(job_of())
+    host = node(0, [0, 1, 2])
+    host = TelemetryBatch(**{**host.columns(), "rank": np.repeat([0, 99, 2], 4)})
+    session.apply(message(0, encode(host)))
+    assert sorted(session._detector.known) == [0, 2]
+    assert session._detector.records == 8
+
+
 def test_a_message_of_outsiders_neither_counts_nor_hinders() -> None:
     session = session_of(job_of())
     outside = node(0, [0])
