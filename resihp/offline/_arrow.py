@@ -36,7 +36,8 @@ class ParquetColumns:
             {**(file.schema_arrow.metadata or {}), **(file.metadata.metadata or {})}
             for file in self._files
         ]
-        self.rows = sum(file.metadata.num_rows for file in self._files)
+        self.file_rows = [int(file.metadata.num_rows) for file in self._files]
+        self.rows = sum(self.file_rows)
 
     def release(self) -> None:
         """Give back what reading took; columns that were read stay good."""

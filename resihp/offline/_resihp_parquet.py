@@ -28,6 +28,11 @@ from ._trace import Trace
 JOB_KEY = b"resihp.job"
 PLANS_KEY = b"resihp.plans"
 
+_IDENTITY = (
+    "compute_ms", "peer", "op", "chunk", "microbatch", "step", "plan_version", "rank",
+)  # fmt: skip
+"""Columns by which a record is known again."""
+
 
 def own_trace(path: Path, table: ParquetColumns) -> Trace:
     """The trace in parquet columns. Raises `TraceError` naming what is wrong."""
@@ -41,6 +46,7 @@ def own_trace(path: Path, table: ParquetColumns) -> Trace:
         if not len(records):
             raise ValueError("holds no records")
         columns = {**records.columns(), "plan_version": _plan_version(table, plans)}
+        _refuse_copies(table.file_rows, columns)
         _require_known_ranks(records.rank, [job.layout, *(plan.layout for plan in plans.values())])
     except (ValueError, ContractError, RecursionError) as error:
         raise TraceError(f"{path}: {error}") from None
@@ -95,6 +101,25 @@ def _require_known_ranks(ranks: NDArray[np.integer], layouts: Iterable[Layout]) 
     known = {rank for layout in layouts for rank in layout.ranks}
     if unknown := sorted(set(np.unique(ranks).tolist()) - known):
         raise ContractError("rank", f"{unknown[0]} is in no layout of the job")
+
+
+def _refuse_copies(file_rows: Sequence[int], columns: Mapping[str, NDArray[Any]]) -> None:
+    """Refuse a record that is in two files, as those of a copy are."""
+    rank = columns["rank"]
+    ends = np.cumsum(file_rows)[:-1]
+    if not ends.size:
+        return
+    ranks = np.concatenate([np.unique(part) for part in np.split(rank, ends)])
+    known, files = np.unique(ranks, return_counts=True)
+    rows = np.flatnonzero(np.isin(rank, known[files > 1]))
+    file = np.searchsorted(ends, rows, side="right")
+    keys = [columns[name][rows] for name in _IDENTITY]
+    order = np.lexsort((file, *keys))
+    before, after = order[:-1], order[1:]
+    same = np.logical_and.reduce([key[before] == key[after] for key in keys])
+    if twice := rows[before[same & (file[before] != file[after])]].tolist():
+        step, of = int(columns["step"][twice[0]]), int(rank[twice[0]])
+        raise ValueError(f"two of the files hold the same records, as of rank {of} in step {step}")
 
 
 def _values(table: ParquetColumns, name: str, dtype: np.dtype[Any]) -> NDArray[Any] | None:

@@ -13,7 +13,7 @@ from resihp.testing.cuda_profiles import LAYERS, US_PER_TOKEN, CudaJob
 FORWARD_MS, BACKWARD_MS, NCCL_MS = 4.0, 8.0, 2.0
 
 
-def device_events(rank, *, slow=1.0, steps=6, microbatches=2, peer=None):
+def device_events(rank, *, slow=1.0, steps=6, microbatches=2, peer=None, first=5):
     """Events as a CUDA job shows them: launches on the host, kernels later on the device."""
     events, clock, key = [], 1000.0 * rank, 0
 
@@ -48,7 +48,7 @@ def device_events(rank, *, slow=1.0, steps=6, microbatches=2, peer=None):
         annotate("Optimizer.step#AdamW.step", clock + 100, clock + 300)
         kernel("adam", clock + 150, 0.5)
         clock += 400.0
-        annotate(f"ProfilerStep#{step + 5}", begin, clock)
+        annotate(f"ProfilerStep#{first + step}", begin, clock)
         clock += 10.0
     return events
 
@@ -118,10 +118,28 @@ def test_pipelines_of_unequal_lengths_are_refused(tmp_path):
         read_trace(tmp_path)
 
 
-def test_two_files_of_one_rank_are_refused(tmp_path):
-    for name in ("a.json", "b.json"):
-        write(tmp_path / name, 1, device_events(1))
-    with pytest.raises(TraceError, match="same rank"):
+def test_a_schedule_of_several_cycles_leaves_a_file_of_each(tmp_path):
+    for rank in range(2):
+        for first in (12, 5):  # steps that are not read in their order
+            slow = 1.5 if rank == 1 and first == 12 else 1.0
+            events = device_events(rank, slow=slow, steps=3, first=first)
+            write(tmp_path / f"worker{rank}.{20 - first}.json", rank, events)
+    trace = read_trace(tmp_path)
+    assert trace.ranks == (0, 1)
+    assert trace.steps == (5, 6, 7, 12, 13, 14)
+    for batch in trace.batches():
+        slow = batch.rank[(batch.op == Op.FORWARD) & (batch.compute_ms > 1.2 * FORWARD_MS)]
+        assert set(slow) == ({1} if batch.step[0] >= 12 else set())
+        waits = batch.wait_ms[batch.op == Op.COLLECTIVE]
+        np.testing.assert_allclose(sorted(waits), [0.0, 0.5 if slow.size else 0.0])
+    assert analyze(trace).to_json()["untimed_ms"] > 0
+
+
+@pytest.mark.parametrize("first", [5, 7])
+def test_two_files_of_the_same_steps_of_a_rank_are_refused(tmp_path, first):
+    write(tmp_path / "a.json", 1, device_events(1, first=5))
+    write(tmp_path / "b.json", 1, device_events(1, first=first))
+    with pytest.raises(TraceError, match="2 files of rank 1 do not number different steps"):
         read_trace(tmp_path)
 
 

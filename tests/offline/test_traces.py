@@ -390,6 +390,15 @@ def test_a_number_that_its_column_cannot_hold_is_refused(tmp_path, column, chang
         read_trace(path)
 
 
+def test_a_copy_of_a_file_in_its_folder_is_refused(tmp_path):
+    write_trace(tmp_path / "a.parquet", JOB, [batch_of(0), batch_of(1)])
+    write_trace(tmp_path / "b.parquet", JOB, [batch_of(2)])
+    assert read_trace(tmp_path).steps == (0, 1, 2)
+    write_trace(tmp_path / "copy.parquet", JOB, [batch_of(1)])
+    with pytest.raises(TraceError, match="hold the same records, as of rank 0 in step 1"):
+        read_trace(tmp_path)
+
+
 def test_the_files_of_a_folder_are_of_one_job_and_their_plans_are_joined(tmp_path):
     write_trace(tmp_path / "a.parquet", JOB, [batch_of(0)])
     write_trace(tmp_path / "b.parquet", JOB, [batch_of(1, version=1)], PLANS[:1])

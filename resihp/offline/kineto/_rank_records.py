@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,6 +85,21 @@ def read_rank(path: Path, rank: int | None) -> RankRecords:
         untimed_ms=_untimed_ms(steps, rows, exposed),
         rows=rows,
         exposed=exposed,
+    )
+
+
+def joined_cycles(cycles: Sequence[RankRecords]) -> RankRecords:
+    """One rank's records in several cycles of the profiler's schedule, whose steps differ."""
+    firsts = np.cumsum([0, *(len(one.steps) for one in cycles)]).tolist()
+    parts = list(zip(cycles, firsts, strict=False))
+    return replace(
+        cycles[0],
+        groups=tuple(dict.fromkeys(group for one in cycles for group in one.groups)),
+        steps=[step for one in cycles for step in one.steps],
+        is_split=any(one.is_split for one in cycles),
+        untimed_ms=float(np.median([one.untimed_ms for one in cycles])),
+        rows=[row._replace(step=at + row.step) for one, at in parts for row in one.rows],
+        exposed=[each._replace(step=at + each.step) for one, at in parts for each in one.exposed],
     )
 
 

@@ -13,16 +13,14 @@ from resihp.contracts.job import acceptable_name
 from .._trace import Trace, absolute, filled, read_meta, tensor_parallel
 from ._groups import layout_of_ranks
 from ._rank_profile import ranks_by_name
-from ._rank_records import RankRecords, Row, read_rank
+from ._rank_records import RankRecords, Row, joined_cycles, read_rank
 from ._shared_rows import shared_rows
 
 
 def kineto_trace(path: Path, files: Sequence[Path]) -> Trace:
-    """The trace in profiler files, one for each rank. Raises `TraceError`."""
-    ranks = [read_rank(*one) for one in zip(files, ranks_by_name(files), strict=True)]
-    known = sorted(rank.rank for rank in ranks)
-    if len(set(known)) < len(known):
-        raise TraceError(f"{path}: two files are of the same rank ({known})")
+    """The trace in profiler files, of each rank one, or one for each cycle of the profiler's
+    schedule. Raises `TraceError`."""
+    ranks = _ranks(path, files)
     numbers = _common_steps(path, ranks)
     rows = [
         row._replace(step=number[row.step])
@@ -59,6 +57,21 @@ def kineto_trace(path: Path, files: Sequence[Path]) -> Trace:
             {name: np.array([getattr(row, name) for row in rows]) for name in Row._fields}
         ),
     )
+
+
+def _ranks(path: Path, files: Sequence[Path]) -> list[RankRecords]:
+    cycles: dict[int, list[RankRecords]] = {}
+    for file, named in zip(files, ranks_by_name(files), strict=True):
+        records = read_rank(file, named)
+        cycles.setdefault(records.rank, []).append(records)
+    for rank, each in cycles.items():
+        numbers = [step.number for one in each for step in one.steps]
+        is_numbered = all(one.is_numbered for one in each)
+        if len(each) > 1 and not (is_numbered and len(set(numbers)) == len(numbers)):
+            raise TraceError(
+                f"{path}: {len(each)} files of rank {rank} do not number different steps"
+            )
+    return [joined_cycles(cycles[rank]) for rank in sorted(cycles)]
 
 
 def _common_steps(path: Path, ranks: Sequence[RankRecords]) -> list[dict[int, int]]:
