@@ -194,10 +194,14 @@ def fail_stop(figures: Figures, trials: int) -> None:
 
 def ordinary_loops(figures: Figures) -> None:
     """Loops under `resihp.instrument`, as `benchmarks.instrument` recorded them: noisy times."""
-    folder = Path(__file__).parents[1] / "tests" / "detector" / "ordinary_loops"
-    found = recorded_cells(cells(quick=False), folder)
-    rows = [list(row(cell, runs, folder)) for cell, runs in found]
-    record_table(figures, "ordinary loops of four ranks, recorded", LOOPS, rows)
+    recordings = Path(__file__).parents[1] / "tests" / "detector"
+    for name, where in (
+        ("ordinary_loops", ""),
+        ("ordinary_loops_under_load", ", beside two busy loops on two cores"),
+    ):
+        found = recorded_cells(cells(quick=False), recordings / name)
+        rows = [list(row(cell, runs, recordings / name)) for cell, runs in found]
+        record_table(figures, f"ordinary loops of four ranks, recorded{where}", LOOPS, rows)
 
 
 def step_times(figures: Figures, demos: list[Path]) -> None:

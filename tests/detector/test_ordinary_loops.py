@@ -9,11 +9,19 @@ from detector import Detector
 from resihp.contracts import Cause
 from resihp.offline._read import read_trace
 
-FOLDER = Path(__file__).parent / "ordinary_loops"
-RECORDED = [cell for cell in cells(quick=False) if list(FOLDER.glob(f"{cell.name}-*.parquet"))]
+QUIET, UNDER_LOAD = (
+    Path(__file__).parent / name for name in ("ordinary_loops", "ordinary_loops_under_load")
+)
+"""The second beside two busy loops on the two cores of four ranks."""
+RECORDED = [
+    (cell, folder)
+    for folder in (QUIET, UNDER_LOAD)
+    for cell in cells(quick=False)
+    if list(folder.glob(f"{cell.name}-*.parquet"))
+]
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(QUIET.iterdir()), ids=lambda file: file.stem)
 def test_the_step_of_every_schedule_is_foretold_and_diagnosed(file: Path) -> None:
     """Of several model chunks with split backward passes too."""
     trace = read_trace(file)
@@ -30,12 +38,14 @@ def test_the_step_of_every_schedule_is_foretold_and_diagnosed(file: Path) -> Non
 
 
 def test_there_are_recordings_of_many_kinds_of_loops() -> None:
-    assert len({cell.kind for cell in RECORDED}) >= 6
+    assert len({cell.kind for cell, _ in RECORDED}) >= 6
 
 
-@pytest.mark.parametrize("cell", RECORDED, ids=lambda cell: cell.name)
-def test_the_slow_rank_is_named_in_time_and_nobody_else(cell: Cell) -> None:
-    for _, runs in recorded_cells([cell], FOLDER):
+@pytest.mark.parametrize(
+    ("cell", "folder"), RECORDED, ids=lambda each: each.name.removeprefix("ordinary_loops")
+)
+def test_the_slow_rank_is_named_in_time_and_nobody_else(cell: Cell, folder: Path) -> None:
+    for _, runs in recorded_cells([cell], folder):
         for run in runs:
             assert set(run.steps.named) == {run.slow} - {-1}
             assert all(step - cell.since < LATE for step in run.steps.named.values())
