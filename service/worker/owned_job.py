@@ -47,17 +47,18 @@ class OwnedJob:
     published_s: float = float("-inf")
     published: dict[str, Any] = field(default_factory=dict)
     ticked_s: float = field(default_factory=time.monotonic)
-    diagnosed_s: float = float("-inf")
+    diagnosed_s: float = field(default_factory=time.monotonic)
     diagnosed_step: int = -1
     changed_s: float = field(default_factory=time.monotonic)
 
     def diagnosis_is_due(self, every_s: float, *, commit_every_s: float) -> bool:
-        """True if the last diagnosis and the saved state are old and there are newer steps."""
+        """True if the last diagnosis is old and there are newer steps. The state is saved with it,
+        whenever that was done last: else one that changes all the time would have none."""
         now_s = time.monotonic()
         calm_s = min(_CALM_SHARE * (now_s - self.changed_s), _CALM_S)
-        is_old = now_s - self.diagnosed_s > max(every_s, calm_s)
+        least_s = max(every_s, calm_s, self._least_s(commit_every_s))
         has_steps = self.session.last_step > self.diagnosed_step
-        return is_old and has_steps and self._is_old(commit_every_s)
+        return has_steps and now_s - self.diagnosed_s > least_s
 
     def is_urgent(self) -> bool:
         """True if there are changes that jobs act on."""
@@ -71,8 +72,10 @@ class OwnedJob:
         return bool(self.session.changes.applied) and self._is_old(every_s)
 
     def _is_old(self, every_s: float) -> bool:
-        least_s = max(every_s, self.saved_bytes / _SAVE_BYTES_PER_S)
-        return time.monotonic() - self.committed_s >= least_s
+        return time.monotonic() - self.committed_s >= self._least_s(every_s)
+
+    def _least_s(self, every_s: float) -> float:
+        return max(every_s, self.saved_bytes / _SAVE_BYTES_PER_S)
 
     def tick(self, *, drained: bool, delay_s: float) -> None:
         """Advance the session's clock if all its messages are applied: what ranks sent until

@@ -72,8 +72,21 @@ class Job:
     def train_healthy(self) -> None:
         """Let the job begin and learn what is usual."""
         (self.folder / "go").touch()
-        step = self.folder / "step"
-        self.until(lambda: step.exists() and int(step.read_text() or 0) >= HEALTHY_STEPS)
+        self.until(lambda: self._step() >= HEALTHY_STEPS)
+
+    def cpu_share(self, rank: int) -> float:
+        """Share of one CPU that a rank takes, over some of its steps."""
+        used, since, step = self._cpu_s(rank), time.monotonic(), self._step()
+        self.until(lambda: self._step() >= step + HEALTHY_STEPS)
+        return (self._cpu_s(rank) - used) / (time.monotonic() - since)
+
+    def _cpu_s(self, rank: int) -> float:
+        stat = Path(f"/proc/{self.pid(rank)}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _step(self) -> int:
+        file = self.folder / "step"
+        return int(file.read_text() or 0) if file.exists() else 0
 
     def is_named_with(self, words: str) -> bool:
         for verdict in self.verdicts():
@@ -123,8 +136,9 @@ def job_of(stack: ExitStack, folder: Path, name: str, first: CgroupFolder) -> Jo
 def test_a_rank_in_a_cgroup_with_a_quota(stack, first, tmp_path):
     job = job_of(stack, tmp_path, "throttled", first)
     job.train_healthy()
-    job.cgroups[f"rank-{SLOW}"].limit_cpu(0.1)
-    job.is_the_hosts_fault("its cgroup (quota 0.1 CPUs) throttled it")
+    quota = 0.5 * job.cpu_share(SLOW)
+    job.cgroups[f"rank-{SLOW}"].limit_cpu(quota)
+    job.is_the_hosts_fault(f"its cgroup (quota {quota:.2g} CPUs) throttled it")
 
 
 def test_a_rank_beside_a_busy_loop_on_its_core(stack, first, tmp_path):

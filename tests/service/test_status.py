@@ -74,7 +74,7 @@ def test_a_document_is_written_once() -> None:
 
 def test_a_job_in_which_nothing_changes_is_diagnosed_less_often() -> None:
     session, now_s = session_with_steps(), time.monotonic()
-    owned = OwnedJob(Lease("j", b"1:w", b"1"), session, committed_s=now_s - 60.0)
+    owned = OwnedJob(Lease("j", b"1:w", b"1"), session)
 
     def is_due(diagnosed_s: float) -> bool:
         owned.diagnosed_s = now_s - diagnosed_s
@@ -90,8 +90,19 @@ def test_a_job_in_which_nothing_changes_is_diagnosed_less_often() -> None:
     body = b'{"ranks": [5], "step": 3, "detail": "lost", "reported_by": 0}'
     session.apply(JobMessage("9-0", MessageKind.FAILURE, body))
     owned.commit()
-    owned.committed_s = now_s - 60.0
+    owned.saved_bytes = 0
     assert is_due(7.0)
+
+
+def test_a_job_whose_events_have_it_saved_all_the_time_is_diagnosed_all_the_same() -> None:
+    now_s = time.monotonic()
+    owned = OwnedJob(Lease("j", b"1:w", b"1"), session_with_steps(), changed_s=now_s)
+    owned.committed_s, owned.diagnosed_s = now_s, now_s - 7.0
+    assert owned.diagnosis_is_due(5.0, commit_every_s=1.0)
+    owned.saved_bytes = 80 << 20
+    assert not owned.diagnosis_is_due(5.0, commit_every_s=1.0), (
+        "a large state is not written twice as often for it"
+    )
 
 
 def test_a_job_with_events_is_saved_sooner_than_one_that_only_goes_on() -> None:
