@@ -280,13 +280,17 @@ class StepReplay:
         """Start and end [N, D, T] of all operations, as recorded or ideal.
 
         With few devices, the mean contains the excess of a slow one; the ideal is then that of
-        equally fast devices.
+        equally fast devices. Where a layout gives slower devices less work, equally fast ones would
+        take longer than it does: the ideal has the mean of each place then.
         """
         if not ideal:
             return self.graph.spans_ms(self.cubes)
         best = self._ideal
         if self.step_ms - self._lost_ms[Cause.DEVICE] < self.ideal_ms:
             best = replace(best, passes=self._equal(self.effects.without([Cause.DEVICE])))
+        if self.step_ms < self._mean_ms(best):
+            passes = self.cubes.passes
+            best = replace(best, passes=_in_cells(passes, mean(_measured(passes), axis=(3, 4))))
         return self.graph.spans_ms(best)
 
     @cached_property

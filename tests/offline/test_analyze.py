@@ -208,6 +208,18 @@ def test_the_ideal_timeline_of_few_devices_does_not_hold_the_slow_one(tmp_path):
     assert ends[0] / ends[1] == pytest.approx(analysis.diagnosis.slowdown, rel=0.05)
 
 
+def test_the_ideal_timeline_of_unequal_replicas_is_no_longer_than_their_steps(tmp_path):
+    wide = Replica((Stage((0, 1), (0, 4)), Stage((2, 3), (4, 8))))
+    narrow = Replica((Stage((4,), (0, 4)), Stage((5,), (4, 8))))  # with half of the work
+    job = Job(name="uneven", layout=Layout((wide, narrow)), microbatches=12, quotas=(8, 4))
+    write_trace(tmp_path / "own.parquet", job, steps_of(job, [500], steps=16, seed=3))
+    timeline = TraceTimeline(analyze(read_trace(tmp_path / "own.parquet")))
+    for step in timeline.steps:
+        recorded, ideal = timeline.actual(step), timeline.ideal(step)
+        end = float((recorded.start_s + recorded.duration_s).max())
+        assert 0.8 * end < float((ideal.start_s + ideal.duration_s).max()) < 1.05 * end
+
+
 def test_places_are_those_of_the_last_layout_that_held_a_rank(tmp_path):
     first = Job(name="moved", layout=Layout.grid(dp=3, pp=2, tp=1, layers=4), microbatches=6)
     last = Layout(
