@@ -23,6 +23,7 @@ from tests.elastic.engine_job import (
     GRID,
     SHAPE,
     SHIFTED,
+    TIMEOUTS,
     Case,
     Fault,
     Outcome,
@@ -131,7 +132,8 @@ def test_lost_while_the_next_world_is_filled(
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     stopped = frozenset({rank} if with_signal == signal.SIGSTOP else ())
     fault = TransferFault(rank, 3, with_signal)
-    case = Case(GRID, STEPS, plans, transfer_fault=fault, stopped=stopped, timeouts=BRISK)
+    timeouts = BRISK if stopped else TIMEOUTS
+    case = Case(GRID, STEPS, plans, transfer_fault=fault, stopped=stopped, timeouts=timeouts)
     case = replace(case, memory=replace(case.memory, attach=attach))
     assert_goes_on_without(rank, run(case, tmp_path), alone, stopped)
 
@@ -155,7 +157,7 @@ def test_killed_while_gradients_move(
     """
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     fault = TransferFault(rank, number, of_gradients=True)
-    case = Case(GRID, STEPS, plans, transfer_fault=fault, timeouts=BRISK)
+    case = Case(GRID, STEPS, plans, transfer_fault=fault)
     case = replace(case, memory=replace(case.memory, attach=attach))
     assert_goes_on_without(rank, run(case, tmp_path), alone)
 
@@ -164,9 +166,7 @@ def test_a_rank_is_killed_while_its_memory_is_read(alone: Outcome, tmp_path: Pat
     """It takes no part in the reading; who reads notices that its memory is gone."""
     plans = (plan(1, SHIFTED, quotas=(4, 2), from_step=2),)
     giver = next(m.source for m in moves(GRID, SHIFTED, PARAMETERS) if m.target == 4)
-    case = Case(
-        GRID, STEPS, plans, transfer_fault=TransferFault(4, 3, victim=giver), timeouts=BRISK
-    )
+    case = Case(GRID, STEPS, plans, transfer_fault=TransferFault(4, 3, victim=giver))
     assert_goes_on_without(giver, run(case, tmp_path), alone)
 
 
