@@ -125,6 +125,7 @@ class RankTests(Persistent):
         self._bound = NormalDist().inv_cdf(1.0 - _SLOW_FROM_START / max(size, 8))
         peers = np.bincount(classes)[classes]
         self._majority, self._pair = peers >= 3, peers == 2
+        self._few = (peers > 1) & (peers < FEW_RANKS)
         self.window = np.empty((0, size), np.float32)
         self.unlike = np.empty((0, size), bool)
         self.steps = np.empty(0, np.int64)
@@ -153,13 +154,14 @@ class RankTests(Persistent):
         """Takes one step. `trusted` ranks update the baseline; only `able` ranks may be
         named: those that can be separated from others. `lags` are those of `CorrelatedRanks`.
         `healthy` ranks (default: the trusted ones) tell the common mode where too few of them are
-        trusted."""
+        trusted, and update the baseline where they have few peers."""
         misfit = residual.misfit or _NO_MISFIT
         self._wider = residual.wider
         middle = self._middle()
         offset = self._offset_spread(middle)
         self._forget_past(misfit.moved)
-        value = self._centre(residual, self._representative(trusted, healthy), lags)
+        sure = self._representative(trusted, healthy)
+        value = self._centre(residual, sure, lags)
         seen = np.isfinite(value)
         self.window = appended(self.window, value, WINDOW_STEPS)
         unlike = np.maximum(misfit.from_peers, misfit.from_past) > offset
@@ -174,7 +176,7 @@ class RankTests(Persistent):
         mean = middle + (self.mean - middle) * (1.0 - (doubt / prior) ** 2) + self._fallen()
         self._track_pairs(value - self.mean, trusted)
         most = mean + 3.0 * doubt + misfit.from_peers
-        by_peers = middle + self._most_by_peers(most, offset)
+        by_peers = middle + self._most_by_peers(most - middle, offset)
         by_past = mean + 3.0 * doubt + _DRIFT + self._misfit_of_past(misfit)
         compared, settled = self._majority | self._pair, self._settled(spread, offset)
         most_kept = _EARLY if self.count <= _EARLY else 1
@@ -182,12 +184,12 @@ class RankTests(Persistent):
         few = np.full(seen.size, is_noise_uncertain(self.window[:-1]))
         self._judge(self.peer_test, by_peers + self.misfits, compared, few | self._majority)
         self._judge(self.past_test, np.tile(by_past, (len(self.misfits), 1)), settled, few)
-        self._update_baseline(trusted, spread)
+        self._update_baseline(np.where(self._few, sure, trusted), spread)
         peers, past = self.peer_test.evidence(), self.past_test.evidence()
         # Without lengths, the slower one of a pair may also be the one with more work.
         pair = self._pair & (residual.misfit is not None)
         from_past = past >= peers
-        reference = np.where(from_past, mean, middle + self._peers_level())
+        reference = np.where(from_past, mean, middle + self._peers_level(middle))
         return StepEvidence(
             evidence=np.maximum(peers, past) - np.log(2.0),
             excess=value - reference,
@@ -223,7 +225,7 @@ class RankTests(Persistent):
         most[self._pairs] = np.minimum(most[self._pairs], by_other)
         return most
 
-    def _peers_level(self) -> Floats:
+    def _peers_level(self, middle: Floats) -> Floats:
         """Level (0 or less) of each rank's healthy peers beyond their middle: of a pair, that of
         the other rank, for devices become slower than they were built, not faster."""
         result: Floats = np.zeros(self.past.size)
@@ -231,7 +233,7 @@ class RankTests(Persistent):
             other = self._pairs[::-1]
             first = median(self.window[-_FIRST:][:, other], 0)[0]
             level = np.where(self.past[other] > 0, self.mean[other], first)
-            result[self._pairs] = np.minimum(np.nan_to_num(level), 0.0)
+            result[self._pairs] = np.minimum(np.nan_to_num(level - middle[other]), 0.0)
         return result
 
     def _fallen(self) -> Floats:
@@ -296,12 +298,15 @@ class RankTests(Persistent):
         return result
 
     def _middle(self) -> Floats:
-        """Middle level of each rank's peers; 0 where there are fewer than four. What is expected
-        of them was learned in a few steps, with the slow ones among them."""
-        use = self._has_baseline()
+        """Middle level of each rank's peers; 0 where fewer than four baselines are known of them,
+        or of two and three peers fewer than two: what is expected of few was learned in the first
+        steps, and is off by what these happened to differ."""
+        use = (self._majority | self._pair) & (self.past >= 2 * _SETTLED)
         classes, size = self._classes[use], int(self._classes.max()) + 1
         level = group_median(self.mean[use], classes, size)
-        level[np.bincount(classes, minlength=size) < FEW_RANKS] = 0.0
+        known = np.bincount(classes, minlength=size)
+        peers = np.bincount(self._classes, minlength=size)
+        level[known < np.where(peers < FEW_RANKS, 2, FEW_RANKS)] = 0.0
         return level[self._classes]
 
     def _scale(self, residual: StepResidual, value: Floats) -> Floats:

@@ -183,6 +183,18 @@ def with_transfers(batch: TelemetryBatch, job: Job, slow: tuple[int, int], facto
     )
 
 
+@pytest.mark.parametrize("dp", [2, 3])
+def test_noise_of_the_first_steps_names_nobody_in_a_job_of_few_ranks(dp: int) -> None:
+    """What is expected of two or three ranks is learned in a few steps, and off by their noise."""
+    job, wrong = job_of(dp, 1, 1, per_replica=1), []
+    for seed in range(20):
+        detector = Detector(job, settings=DetectorSettings(train=False))
+        for batch in steps_of(job, [500], steps=60, seed=seed, noise=Noise(step=0.2)):
+            slow = [v for v in detector.update(batch) if v.status is Status.FAIL_SLOW]
+            wrong += [(seed, int(batch.step[0]), v.rank, v.slowdown) for v in slow]
+    assert wrong == []
+
+
 def test_a_slow_link_is_no_slow_device() -> None:
     job = job_of(8, 2, 1)
     replica = job.layout.replicas[2]
