@@ -165,7 +165,8 @@ def test_a_backlog_that_fills_the_memory_is_applied(
         eventually(lambda: http.get("/v1/jobs/j")["rollout"]["active"] == 1)
         raw.config_set("maxmemory", limit)
         eventually(lambda: http.send("j", large).status == 202)
-        eventually(lambda: http.records("j") == (accepted + 1) * len(large))
+        of_layout = int((large.rank != 7).sum())  # plan 1 has left that one out
+        eventually(lambda: http.records("j") == accepted * len(large) + of_layout)
     finally:
         stop.set()
         worker.join(60)
