@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -170,7 +171,7 @@ def run_cells(
                     if traceml is not None and cell.kind == "ddp":
                         run = replace(run, peer=traceml.verdict(loop))
                     runs.append(run)
-                yield cell, runs
+                yield cell, _with_told(sidecar.url, cell, runs)
 
 
 def recorded_cells(
@@ -210,8 +211,12 @@ def _loop(cell: Cell, seed: int) -> OrdinaryLoop:
         documents, slow = replace(documents, doubled=(rank, *DOUBLED)), SlowRank()
     return OrdinaryLoop(
         cell.kind, STEPS, slow, documents, cell.microbatches,
-        job=f"{cell.name}-{seed}", ranks=_RANKS, pace=cell.pace,
+        job=_job(cell, seed), ranks=_RANKS, pace=cell.pace,
     )  # fmt: skip
+
+
+def _job(cell: Cell, seed: int) -> str:
+    return f"{cell.name}-{seed}"
 
 
 def _run(loop: OrdinaryLoop, folder: Path, recordings: Path, seed: int) -> Outcome:
@@ -222,16 +227,28 @@ def _run(loop: OrdinaryLoop, folder: Path, recordings: Path, seed: int) -> Outco
         ranks.start(range(_RANKS), run_loop, replace(loop, recording=sent))
         if any(ranks.wait(_PATIENCE_S).values()):
             raise RuntimeError(ranks.logs())
-    _wait_until_applied(loop.url, job)
-    told: dict[int, int] = {}
-    for verdict in _named(loop.url, job):
-        told.setdefault(verdict["rank"], verdict["step"])
     trace = recordings / f"{job}.parquet"
     write_trace(trace, from_json(Job, json.loads((sent / "job.json").read_text())),
                 recorded_batches(sent))  # fmt: skip
     shutil.rmtree(folder / job)
     seconds = time.monotonic() - begun
-    return Outcome(seed, loop.slow.rank, names_by_steps(trace), told, seconds)
+    return Outcome(seed, loop.slow.rank, names_by_steps(trace), seconds=seconds)
+
+
+def _with_told(url: str, cell: Cell, runs: Sequence[Outcome]) -> list[Outcome]:
+    """Add what the sidecar told. Its streams of events pause for seconds where they end, so all
+    are read at once, after the last run."""
+    with ThreadPoolExecutor(len(runs)) as readers:
+        told = readers.map(lambda run: _told(url, _job(cell, run.seed)), runs)
+        return [replace(run, told=each) for run, each in zip(runs, told, strict=True)]
+
+
+def _told(url: str, job: str) -> dict[int, int]:
+    _wait_until_applied(url, job)
+    told: dict[int, int] = {}
+    for verdict in _named(url, job):
+        told.setdefault(verdict["rank"], verdict["step"])
+    return told
 
 
 def _wait_until_applied(url: str, job: str, timeout_s: float = 60.0) -> None:
