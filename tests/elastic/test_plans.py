@@ -143,11 +143,9 @@ def test_a_plan_that_failed_for_a_passing_reason_is_taken_on_after_all(tmp_path:
 def test_a_model_that_cannot_be_built_ends_the_job_with_the_reason(tmp_path: Path) -> None:
     outcome = run(Case(NEXT, STEPS, setup=uncut), tmp_path)
     assert set(outcome.exit_codes.values()) == {1}, outcome.logs
-    last = [(tmp_path / f"rank-{r}.log").read_text().splitlines()[-1] for r in NEXT.ranks]
-    assert "NotImplementedError: first cannot be cut" in last, outcome.logs
-    # A rank that is still connecting when another one ends has lost it.
-    for line in set(last) - {"NotImplementedError: first cannot be cut"}:
-        assert "PeerLostError: the next generation could not be built" in line, outcome.logs
+    for rank in NEXT.ranks:
+        log = (tmp_path / f"rank-{rank}.log").read_text()
+        assert log.splitlines()[-1] == "NotImplementedError: first cannot be cut"
 
 
 def test_a_job_takes_the_first_plan_that_it_can_run_and_takes_it_once(tmp_path: Path) -> None:

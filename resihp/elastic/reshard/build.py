@@ -162,7 +162,11 @@ class Generation:
     def wait(self) -> None:
         """Wait for the build. Raises `fault`, or `PeerLostError` if it cannot be completed."""
         members, is_starting = self.proposal.members, self._before is None
-        self._context.rendezvous.join(self._thread, members, is_starting=is_starting)
+        try:
+            self._context.rendezvous.join(self._thread, members, is_starting=is_starting)
+        except PeerLostError:
+            if self.fault is None:  # else the other rank may have ended by the same fault
+                raise
         if self.fault is not None:
             raise self.fault
         self.check_error()
@@ -264,6 +268,7 @@ class Generation:
                 pending = self._new_shard(groups)
             except Exception as error:
                 self._report_fault(error)
+                transit.warm_up()  # no rank ends by this before all others have come so far
                 raise
             if self._is_newcomer:
                 warm_up_stage(context.setup, background.alone(), groups, pending.shard)
