@@ -48,6 +48,7 @@ LATE = 25
 DOUBLED = (30, 40)
 _RANKS = 4
 _PATIENCE_S = 120.0
+_READERS = 32
 _LOOPS = (
     ("ddp", 1, 1.0), ("ddp", 4, 1.0), ("fsdp2", 1, 1.0), ("fsdp2", 1, 4.0), ("hsdp", 1, 1.0),
     ("hsdp", 1, 4.0), ("tensor_parallel", 1, 1.0), ("tensor_parallel", 1, 4.0), ("1f1b", 4, 1.0),
@@ -238,7 +239,7 @@ def _run(loop: OrdinaryLoop, folder: Path, recordings: Path, seed: int) -> Outco
 def _with_told(url: str, cell: Cell, runs: Sequence[Outcome]) -> list[Outcome]:
     """Add what the sidecar told. Its streams of events pause for seconds where they end, so all
     are read at once, after the last run."""
-    with ThreadPoolExecutor(len(runs)) as readers:
+    with ThreadPoolExecutor(_READERS) as readers:
         told = readers.map(lambda run: _told(url, _job(cell, run.seed)), runs)
         return [replace(run, told=each) for run, each in zip(runs, told, strict=True)]
 
