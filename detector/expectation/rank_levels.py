@@ -21,6 +21,8 @@ _LEAST = 2
 
 _ENOUGH = 4.0
 """Microbatches of a step from which it separates a rank's level from their work."""
+_MANY = 16.0
+"""Microbatches of a step from which small changes of one kind of pass show in its level as well."""
 _FADE = 0.2
 _LEVEL_STEPS = 6
 """Steps in which the level of a class is still learned; later only its shape is."""
@@ -89,7 +91,7 @@ class RankLevels(Persistent):
     @staticmethod
     def by_pass(microbatches: Floats) -> bool:
         """Return whether steps of so few microbatches hide one kind of pass behind the other."""
-        return bool(np.median(microbatches) < _ENOUGH)
+        return bool(np.median(microbatches) < _MANY)
 
     def of(self, value: Floats, microbatches: Floats) -> Floats:
         """Level of each rank in a step with the residuals `value` (NaN where there is none)."""
