@@ -62,8 +62,12 @@ def test_what_is_wrong_is_named(change, field):
         ("llama-2-70b", 68.98),
         ("llama-3-8b", 8.03),
         ("llama-3-70b", 70.55),
-        ("llama-3-405b", 405.85),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("llama-3.1-405b", 405.85),
         ("qwen2.5-7b", 7.61),
+        ("qwen2.5-14b", 14.77),
+        ("qwen2.5-32b", 32.76),
         ("qwen2.5-72b", 72.7),
     ],
 )
