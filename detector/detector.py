@@ -214,7 +214,7 @@ class Detector(Persistent):
         verdicts that they change are returned by the next `update`. An older version, and the same
         plan again, do nothing; another plan of the same version replaces it.
         """
-        job = _moved(self.job, plan.layout, plan.quotas, plan.schedule)
+        job = moved_job(self.job, plan.layout, plan.quotas, plan.schedule)
         is_known = plan.version == self.plan_version and job == self.job
         if plan.version < self.plan_version or is_known:
             return
@@ -433,7 +433,7 @@ class Detector(Persistent):
         try:
             moved = saved["moved"]
             layout = from_json(Layout, moved["layout"], "layout")
-            job = _moved(job, layout, tuple(moved["quotas"]), Schedule(moved["schedule"]))
+            job = moved_job(job, layout, tuple(moved["quotas"]), Schedule(moved["schedule"]))
             detector = cls(job, settings=settings)
             detector.load(saved)
         except (KeyError, TypeError) as error:
@@ -461,7 +461,7 @@ class Detector(Persistent):
         return self._processes.with_hang(verdict_of(rank, at, table, state.last_step, notes))
 
 
-def _moved(job: Job, layout: Layout, quotas: tuple[int, ...], schedule: Schedule) -> Job:
+def moved_job(job: Job, layout: Layout, quotas: tuple[int, ...], schedule: Schedule) -> Job:
     """The job with what it runs under a plan; stages of one range keep its chunks under its own
     schedule alone."""
     chunks = max(replica.chunks for replica in layout.replicas)

@@ -245,7 +245,7 @@ def _replayed(whatif: WhatIf, slow: tuple[SlowDevice, ...]) -> Costs:
 def _costs(trace: Trace, slow: Mapping[int, tuple[SlowDevice, ...]]) -> Costs:
     """The mean over the stretches under one plan each."""
     parts = [
-        costs_of(trace.job, trace.layouts[version], stretch, slow[version])
+        costs_of(trace.job_under(version), trace.layouts[version], stretch, slow[version])
         for version, stretch in groupby(trace.batches(), key=lambda batch: batch.plan_version)
     ]
     return Costs.mean(parts)

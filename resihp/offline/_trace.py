@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from detector.detector import moved_job
 from detector.whatif.dependencies import Dependencies, dependencies, transfer_seconds
 from detector.whatif.operations import COLLECTIVE, P2P, Floats, OpGrid, OpKind, OpTable
 from resihp.contracts import COLUMNS, Job, Layout, Op, Plan, TelemetryBatch, TraceError
@@ -107,6 +108,14 @@ class Trace:
     def layouts(self) -> dict[int, Layout]:
         """The layouts of the job by plan version."""
         return {0: self.job.layout} | {plan.version: plan.layout for plan in self.plans}
+
+    def job_under(self, version: int) -> Job:
+        """The job as it ran under a plan version: with the plan's layout, quotas and schedule.
+        Raises `ContractError` for a plan that the job cannot run."""
+        for plan in self.plans:
+            if plan.version == version:
+                return moved_job(self.job, plan.layout, plan.quotas, plan.schedule)
+        return self.job
 
     @cached_property
     def dependencies(self) -> Dependencies:

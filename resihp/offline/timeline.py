@@ -184,8 +184,9 @@ class TraceTimeline:
             of_version.setdefault(batch.plan_version, []).append(batch)
         found = []
         for version, batches in sorted(of_version.items()):
-            layout, slow = trace.layouts[version], self.analysis.slow[version]
-            if (replayed := StepReplay.of(trace.job, layout, batches, slow)) is not None:
+            job, layout = trace.job_under(version), trace.layouts[version]
+            slow = self.analysis.slow[version]
+            if (replayed := StepReplay.of(job, layout, batches, slow)) is not None:
                 found.append((version, replayed))
         return found
 

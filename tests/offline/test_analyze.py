@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from detector.diagnosis import costs_of
 from resihp.cli import _analyze, _replay, _serve  # noqa: F401 - they register commands
 from resihp.cli._app import app
-from resihp.contracts import Cause, Job, Layout, Op, Plan, Replica, Stage, Status
+from resihp.contracts import Cause, Job, Layout, Op, Plan, Replica, Schedule, Stage, Status
 from resihp.offline import analyze, read_trace, write_perfetto, write_trace
 from resihp.offline.plots import onset
 from resihp.offline.report import html
@@ -420,6 +421,36 @@ def test_a_stretch_within_a_later_one_is_told_once(tmp_path):
     assert [change.verdict.status for change in analysis.changes].count(Status.HEALTHY) == 1
     assert [device.rank for device in analysis.slow[0]] == [0]
     assert "Rank 0 (replica 0, stage 0) computes 1.5" in analysis.diagnosis.detail[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"),
+    [(Schedule.ONE_F_ONE_B, ()), (Schedule.EAGER_1F1B, (7, 5, 3, 1))],
+)
+def test_steps_are_replayed_by_the_schedule_of_their_plan(tmp_path, schedule, in_flight):
+    """A plan may choose another one, with forward passes that the job's own could not hold."""
+    schedules = (Schedule.ZERO_BUBBLE, schedule)
+    layout = Layout.grid(dp=2, pp=4, tp=1, layers=8)
+    job = Job(
+        name="schedules", layout=layout, microbatches=16, schedule=schedules[0], schedules=schedules
+    )
+    layout = Layout(tuple(replace(replica, in_flight=in_flight) for replica in layout.replicas))
+    plan = Plan(version=1, layout=layout, quotas=(6, 10), schedule=schedule, from_step=6)
+    last = replace(job, layout=layout, quotas=plan.quotas, schedule=schedule)
+    parts = [
+        list(steps_of(job, [500], steps=6, seed=1)),
+        list(steps_of(last, [500], steps=6, seed=2, first_step=6, plan_version=1)),
+    ]
+    write_trace(tmp_path / "run.parquet", job, [*parts[0], *parts[1]], [plan])
+    analysis = analyze(read_trace(tmp_path / "run.parquet"))
+    own = [costs_of(job, job.layout, parts[0]), costs_of(last, layout, parts[1])]
+    assert analysis.costs.step == pytest.approx(sum(costs.step for costs in own) / 2)
+    timeline = TraceTimeline(analysis)
+    ends = [
+        float((spans.start_s + spans.duration_s).max()) * 1e3
+        for spans in map(timeline.actual, timeline.steps)
+    ]
+    assert np.mean(ends) == pytest.approx(own[1].step)
 
 
 def ragged(tmp_path, *, changes_plan=False):
