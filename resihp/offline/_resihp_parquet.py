@@ -15,6 +15,7 @@ from resihp.contracts import (
     ContractError,
     Job,
     Layout,
+    Op,
     Plan,
     TelemetryBatch,
     TraceError,
@@ -23,7 +24,7 @@ from resihp.contracts import (
 )
 
 from ._arrow import ParquetColumns, is_number, to_numpy
-from ._trace import Trace
+from ._trace import Columns, Trace
 
 JOB_KEY = b"resihp.job"
 PLANS_KEY = b"resihp.plans"
@@ -55,7 +56,7 @@ def own_trace(path: Path, table: ParquetColumns) -> Trace:
         format="resihp-parquet",
         job=job,
         tp=job.layout.tp,
-        columns=columns,
+        columns=_without_redone(columns),
         plans=tuple(plans[version] for version in sorted(plans)),
     )
 
@@ -120,6 +121,45 @@ def _refuse_copies(file_rows: Sequence[int], columns: Mapping[str, NDArray[Any]]
     if twice := rows[before[same & (file[before] != file[after])]].tolist():
         step, of = int(columns["step"][twice[0]]), int(rank[twice[0]])
         raise ValueError(f"two of the files hold the same records, as of rank {of} in step {step}")
+
+
+def _without_redone(columns: Columns) -> Columns:
+    """The records without those of steps that their rank took again later under the same plan, as
+    after a restart from a checkpoint.
+
+    A rank goes back where its steps fall in the order of the file. Late records do so too: a step
+    was redone only if one of its forward passes comes again, with another time, after a fall.
+    """
+    rank = columns["rank"]
+    order = np.argsort(rank, kind="stable")
+    falls = (np.diff(columns["step"][order]) < 0) & (np.diff(rank[order]) == 0)
+    if not falls.any():
+        return columns
+    stretch = np.empty(rank.size, np.int64)  # of records of a rank without a fall
+    stretch[order] = np.concatenate([[0], np.cumsum(falls)])
+    of_step = _numbered(*(columns[name] for name in ("plan_version", "rank", "step")))
+    passes = np.flatnonzero(columns["op"] == Op.FORWARD)
+    key = _numbered(of_step[passes], columns["microbatch"][passes], columns["chunk"][passes])
+    # The same record may have been sent twice.
+    _, first = np.unique(_numbered(key, columns["compute_ms"][passes]), return_index=True)
+    passes, key = passes[first], key[first]
+    order = np.lexsort((stretch[passes], key))
+    passes, key = passes[order], key[order]
+    before, after = passes[:-1], passes[1:]
+    again = (np.diff(key) == 0) & (stretch[before] < stretch[after])
+    redone = np.full(rank.size, -1, np.int64)  # last stretch of each step before it was redone
+    np.maximum.at(redone, of_step[before[again]], stretch[before[again]])
+    kept = stretch > redone[of_step]
+    return {name: column[kept] for name, column in columns.items()}
+
+
+def _numbered(*keys: NDArray[Any]) -> NDArray[np.int64]:
+    """Number of every row's keys among the different ones, in their order."""
+    order = np.lexsort(keys[::-1])
+    change = np.logical_or.reduce([np.diff(key[order]) != 0 for key in keys])
+    number = np.empty(order.size, np.int64)
+    number[order] = np.concatenate([np.zeros(min(order.size, 1), np.int64), np.cumsum(change)])
+    return number
 
 
 def _values(table: ParquetColumns, name: str, dtype: np.dtype[Any]) -> NDArray[Any] | None:

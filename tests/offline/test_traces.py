@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from resihp.contracts import Job, Layout, Op, Plan, Status, TelemetryBatch, TraceError
 from resihp.offline import TraceWriter, analyze, read_trace, write_trace
-from resihp.testing.scenarios import Fault, steps_of
+from resihp.testing.scenarios import Fault, collectives, steps_of
 from resihp.testing.synthetic_traces import Recipe, record, write_whatif
 
 JOB = Job(name="small", layout=Layout.grid(dp=2, pp=2, tp=1, layers=2), microbatches=4)
@@ -397,6 +397,76 @@ def test_a_copy_of_a_file_in_its_folder_is_refused(tmp_path):
     write_trace(tmp_path / "copy.parquet", JOB, [batch_of(1)])
     with pytest.raises(TraceError, match="hold the same records, as of rank 0 in step 1"):
         read_trace(tmp_path)
+
+
+def runs_of(*firsts, steps=10):
+    """Batches of a job that was started at each of these steps, with all kinds of records."""
+    for seed, first in enumerate(firsts):
+        for batch in steps_of(JOB, [500], steps=steps, seed=seed, first_step=first):
+            yield TelemetryBatch.concat([batch, collectives(JOB, batch, seed=seed)])
+
+
+def by_rank(batches):
+    """The same records rank by rank, as from one file for each."""
+    whole = TelemetryBatch.concat(list(batches))
+    return [whole.select(whole.rank == rank) for rank in np.unique(whole.rank).tolist()]
+
+
+def sorted_times(batches):
+    whole = TelemetryBatch.concat(list(batches))
+    order = np.lexsort((whole.compute_ms, whole.op, whole.rank, whole.step))
+    return whole.select(order)
+
+
+@pytest.mark.parametrize("arrange", [list, by_rank])
+@pytest.mark.parametrize(
+    ("firsts", "last"),
+    [
+        ((0, 4), {0: range(4), 1: range(4, 14)}),
+        ((0, 4, 2), {0: (0, 1), 1: (12, 13), 2: range(2, 12)}),
+    ],
+)
+def test_of_a_step_that_was_redone_the_last_run_counts(tmp_path, arrange, firsts, last):
+    """The runs are of ten steps; `last` has those that count, of each run."""
+    write_trace(tmp_path / "run.parquet", JOB, arrange(runs_of(*firsts)))
+    found = list(read_trace(tmp_path / "run.parquet").batches())
+    runs = list(runs_of(*firsts))
+    expected = [
+        batch
+        for run, steps in last.items()
+        for batch in runs[10 * run : 10 * run + 10]
+        if batch.step[0] in steps
+    ]
+    assert sorted_times(found) == sorted_times(expected)
+
+
+def test_late_records_and_those_sent_twice_are_no_other_run(tmp_path):
+    whole = list(runs_of(0))
+    passes, late = (
+        [batch.select(rows(batch.op)) for batch in whole]
+        for rows in (lambda op: op <= Op.BACKWARD, lambda op: op > Op.BACKWARD)
+    )
+    half = [batch.select(batch.microbatch == 1) for batch in passes]
+    early = [batch.select(batch.microbatch != 1) for batch in passes]
+    given = [
+        batch
+        for at in range(10)
+        for batch in (early[at], *((half[at - 1], late[at - 1]) if at else ()))
+    ]
+    again = early[3].select(early[3].op == Op.FORWARD)
+    given = [*given, half[9], late[9], again]
+    write_trace(tmp_path / "run.parquet", JOB, given)
+    found = read_trace(tmp_path / "run.parquet").batches()
+    assert sorted_times(found) == sorted_times([*whole, again])
+
+
+def test_a_step_that_was_redone_after_late_records_loses_none_of_its_own(tmp_path):
+    first, second = list(runs_of(0)), list(runs_of(0, 0))[10:]
+    half = [batch.select(batch.microbatch == 1) for batch in second]
+    early = [batch.select(batch.microbatch != 1) for batch in second]
+    given = [*first, early[0], early[1], half[0], half[1], *second[2:]]
+    write_trace(tmp_path / "run.parquet", JOB, given)
+    assert sorted_times(read_trace(tmp_path / "run.parquet").batches()) == sorted_times(second)
 
 
 def test_the_files_of_a_folder_are_of_one_job_and_their_plans_are_joined(tmp_path):
