@@ -233,6 +233,16 @@ def test_layout_follows_from_the_groups(missing):
     ]
 
 
+@pytest.mark.parametrize("kinds", [("mesh_pp",), ("mesh_tp", "mesh_pp")])
+def test_groups_without_a_recorded_rank_are_left_out(kinds):
+    """A file may list the groups of the whole job."""
+    listed = {group for rank in range(8) for group in grid(rank) if group.description in kinds}
+    layout = layout_of_ranks([RankRecords(2, 0.0, tuple(listed), [], False, False, 0.0, [], [])], 1)
+    (replica,) = layout.replicas
+    tensor = [(2, 3), (6, 7)] if "mesh_tp" in kinds else [(2,), (6,)]
+    assert [stage.ranks for stage in replica.stages] == tensor
+
+
 class _Dripping(io.StringIO):
     """A file that gives a few characters at a time."""
 

@@ -18,23 +18,21 @@ def layout_of_ranks(ranks: Sequence[RankRecords], chunks: int) -> Layout:
     """The layout, with `chunks` model chunks in each stage.
 
     A replica of which any rank was recorded is whole: the groups of its other ranks are those of a
-    regular grid.
+    regular grid, where none are listed. Replicas of which none was recorded are left out.
     """
     recorded = sorted(one.rank for one in ranks)
     tensor = _groups(ranks, _TENSOR)
     pipeline = _groups(ranks, _PIPELINE) or _chains(ranks)
+    described: dict[int, RankDescription] = {}
     for rank in recorded:
         group, stages = tensor.get(rank, (rank,)), pipeline.get(rank, (rank,))
         for mate in group:
             for stage in stages:
-                tensor.setdefault(mate + stage - rank, _shifted(group, stage - rank))
-                pipeline.setdefault(mate + stage - rank, _shifted(stages, mate - rank))
-    return layout_of(
-        [
-            RankDescription(rank, tensor[rank], order, len(order) * chunks, chunks)
-            for rank, order in sorted(pipeline.items())
-        ]
-    )
+                at = mate + stage - rank
+                own = tensor.setdefault(at, _shifted(group, stage - rank))
+                order = pipeline.setdefault(at, _shifted(stages, mate - rank))
+                described[at] = RankDescription(at, own, order, len(order) * chunks, chunks)
+    return layout_of([described[rank] for rank in sorted(described)])
 
 
 _Groups = dict[int, tuple[int, ...]]
