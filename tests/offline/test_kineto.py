@@ -283,9 +283,16 @@ def test_a_run_on_the_host_alone_is_read(tmp_path, annotated):
     ("operator", "sizes"),
     [
         ("aten::addmm", []),
+        ("aten::mm", None),
+        ("aten::mm", [3, 4]),
+        ("aten::mm", [[-1, 4], [4, 4]]),
+        ("aten::mm", [[10**400, 4], [4, 4]]),
+        ("aten::mm", [["a", 4], [4, 4]]),
+        ("aten::mm", {"left": 3}),
         ("aten::scaled_dot_product_attention", []),
         ("aten::convolution", [[], []]),
         ("aten::linear", []),
+        ("aten::linear", [[[2, 3], [2, 3], [2, 3]], [3]]),
     ],
 )
 def test_shapes_that_lack_dimensions_tell_nothing(tmp_path, operator, sizes):
@@ -297,3 +304,57 @@ def test_shapes_that_lack_dimensions_tell_nothing(tmp_path, operator, sizes):
     write(tmp_path / "odd.json", 0, [*events, odd])
     whole, other = read_trace(tmp_path / "whole.json"), read_trace(tmp_path / "odd.json")
     assert list(other.batches()) == list(whole.batches())
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"cat": "cpu_op", "name": "aten::mm", "args": {"Sequence number": None}},
+        {"cat": "cpu_op", "name": "aten::mm", "dur": None},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": None},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": float("inf")},
+        {"cat": "cpu_op", "name": "aten::mm", "tid": [1]},
+        {"cat": ["kernel"], "name": "gemm"},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": {"correlation": "12"}},
+        {"cat": "kernel", "name": "gemm", "dur": 0, "args": {"correlation": "12"}},
+        {"cat": "kernel", "name": "gemm", "dur": -5.0},
+    ],
+)
+def test_an_odd_event_does_not_cost_the_file(tmp_path, odd):
+    events = device_events(0)
+    write(tmp_path / "whole.json", 0, events)
+    event = {"ph": "X", "ts": events[0]["ts"] + 20, "dur": 5, **odd}
+    write(tmp_path / "odd.json", 0, [*events, event])
+    whole, other = read_trace(tmp_path / "whole.json"), read_trace(tmp_path / "odd.json")
+    assert list(other.batches()) == list(whole.batches())
+
+
+def test_the_device_work_of_an_odd_launch_counts_where_it_ran(tmp_path):
+    """As that without a launch does."""
+    launched, start = {"correlation": "12"}, device_events(0)[0]["ts"] + 20
+    for name, args in (("odd", launched), ("without", {})):
+        extra = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": start, "dur": 5, "args": args}
+        write(tmp_path / f"{name}.json", 0, [*device_events(0), extra])
+    odd, without = (read_trace(tmp_path / f"{name}.json") for name in ("odd", "without"))
+    assert list(odd.batches()) == list(without.batches())
+
+
+def test_a_range_that_ends_before_it_begins_takes_no_time(tmp_path):
+    events = device_events(0)
+    load = {"ph": "X", "cat": "user_annotation", "name": "dataloader", "dur": -5.0}
+    write(tmp_path / "rank0.json", 0, [*events, {**load, "ts": events[0]["ts"] + 20}])
+    trace = read_trace(tmp_path / "rank0.json")
+    assert trace.records["compute_ms"][trace.records["op"] == Op.DATA].tolist() == [0.0]
+    assert analyze(trace).verdicts
+
+
+def test_a_file_of_which_no_event_has_a_time_is_refused(tmp_path):
+    write(tmp_path / "a.json", 0, [{**event, "ts": None} for event in device_events(0)])
+    with pytest.raises(TraceError, match="holds no timed events"):
+        read_trace(tmp_path / "a.json")
+
+
+def test_a_header_that_cannot_be_read_is_refused(tmp_path):
+    write(tmp_path / "a.json", 0, device_events(0), distributedInfo={"rank": 0, "pg_config": "{"})
+    with pytest.raises(TraceError, match=r"a\.json: holds a header that cannot be read"):
+        read_trace(tmp_path / "a.json")

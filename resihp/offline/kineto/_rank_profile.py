@@ -159,17 +159,16 @@ def ranks_by_name(files: Sequence[Path]) -> list[int | None]:
 def read_profile(path: Path, rank: int | None) -> RankProfile:
     """The contents of a file; `rank` is that of its name. Raises `TraceError`."""
     stream, events = EventStream(path), _Events()
+    for event in stream:
+        if event.get("ph") == "X":
+            events.add(event)
+    if not events.count:
+        raise TraceError(f"{path}: holds no timed events")
+    rank = _rank(path, stream.header, rank)
     try:
-        for event in stream:
-            if event.get("ph") == "X" and "ts" in event:
-                events.add(event)
-        if not events.count:
-            raise TraceError(f"{path}: holds no timed events")
-        return events.profile(_rank(path, stream.header, rank), stream.header)
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(f"{path}: holds an event that cannot be read: {error}") from None
+        return events.profile(rank, stream.header)
+    except (ValueError, OverflowError) as error:
+        raise TraceError(f"{path}: holds a header that cannot be read: {error}") from None
 
 
 def _rank(path: Path, header: Mapping[str, Any], named: int | None) -> int:
@@ -183,7 +182,8 @@ def _rank(path: Path, header: Mapping[str, Any], named: int | None) -> int:
 
 @dataclass
 class _Events:
-    """Events of a file while it is read."""
+    """Events of a file while it is read. What is not of its type counts as missing: profilers write
+    some odd events, which are not to cost the file."""
 
     count: int = 0
     _ops: tuple[array[Any], ...] = field(default_factory=lambda: _columns("ddqbqb"))
@@ -193,22 +193,24 @@ class _Events:
     _marks: list[Mark] = field(default_factory=list)
     _on_device: list[tuple[Communication, int]] = field(default_factory=list)
     _on_host: list[Communication] = field(default_factory=list)
-    _threads: dict[Any, int] = field(default_factory=dict)
+    _threads: dict[str, int] = field(default_factory=dict)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Takes one event."""
+        """Takes one event; passes over one without a time."""
+        start, duration = _number(event.get("ts")), _number(event.get("dur"))
+        if start is None:
+            return
         self.count += 1
-        category, name = event.get("cat"), str(event.get("name", ""))
-        start = float(event["ts"])
-        stop = start + float(event.get("dur", 0.0))
+        category, name = str(event.get("cat")), str(event.get("name", ""))
+        stop = start + max(duration or 0.0, 0.0)
         arguments = event.get("args")
         if not isinstance(arguments, Mapping):
             arguments = {}
         if category in _LAUNCH:
-            if "correlation" in arguments:
-                _append(self._launches, arguments["correlation"], start)
+            if (key := _count(arguments.get("correlation"))) >= 0:
+                _append(self._launches, key, start)
         elif category in _DEVICE:
-            key = arguments.get("correlation", -1)
+            key = _count(arguments.get("correlation"))
             if _COMMUNICATION.match(name):
                 self._on_device.append((_communication(name, arguments, start, stop), key))
             else:
@@ -234,30 +236,18 @@ class _Events:
             kind = OperatorKind.ENGINE
         elif _COMMUNICATION.match(name):
             kind = OperatorKind.COMMUNICATION
-        sequence = arguments.get("Sequence number", -1)
+        sequence = _count(arguments.get("Sequence number"))
         backward = bool(arguments.get("Fwd thread id", 0))
-        sequence = sequence if 0 <= sequence < 1 << 62 else -1
         _append(self._ops, start, stop, thread, kind, sequence, backward)
         if "Input Dims" in arguments and not backward:
-            with suppress(IndexError):  # a shape that lacks dimensions tells nothing
-                self._add_shapes(name, start, arguments["Input Dims"])
-
-    def _add_shapes(self, name: str, start: float, sizes: Any) -> None:
-        if name in _MATRICES:
-            left, right = (sizes[at] for at in _MATRICES[name])
-            if len(left) == len(right) == 2:
-                _append(self._shapes, start, left[0], right[0] * right[1], 0, 0, 0)
-        elif name == "aten::convolution":
-            rows = sizes[0][0] * math.prod(sizes[0][2:])
-            _append(self._shapes, start, rows, math.prod(sizes[1]), sizes[0][0], 1, 0)
-        elif name == "aten::linear" and len(sizes[0]) > 2:
-            *leading, length, _ = sizes[0]
-            _append(self._shapes, start, 0, 0, math.prod(leading), length, 0)
-        elif name == _ATTENTION and len(sizes[0]) > 2:
-            _append(self._shapes, start, 0, 0, sizes[0][0], sizes[0][-2], 1)
+            # A shape that lacks dimensions tells nothing.
+            with suppress(LookupError, TypeError, ValueError, OverflowError):
+                shape = [float(size) for size in _shape(name, arguments["Input Dims"])]
+                if shape and all(0.0 <= size < math.inf for size in shape):
+                    _append(self._shapes, start, *shape)
 
     def _thread(self, event: Mapping[str, Any]) -> int:
-        return self._threads.setdefault(event.get("tid"), len(self._threads))
+        return self._threads.setdefault(str(event.get("tid")), len(self._threads))
 
     def profile(self, rank: int, header: Mapping[str, Any]) -> RankProfile:
         """All that was taken, in the order of time."""
@@ -284,6 +274,37 @@ class _Events:
             communications=tuple(sorted(found, key=lambda one: one.host_us)),
             marks=tuple(sorted(self._marks)),
         )
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, perhaps as text; None for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _count(value: Any) -> int:
+    """A whole number from 0 on; -1 for anything else."""
+    return value if isinstance(value, int) and 0 <= value < 1 << 62 else -1
+
+
+def _shape(name: str, sizes: Any) -> tuple[Any, ...]:
+    """The columns of `Shapes` after the start, from the sizes of an operator's inputs; () where
+    they tell nothing. Raises what indexing raises for sizes that are none."""
+    if name in _MATRICES:
+        left, right = (sizes[at] for at in _MATRICES[name])
+        return (left[0], right[0] * right[1], 0, 0, 0) if len(left) == len(right) == 2 else ()
+    if name == "aten::convolution":
+        rows = sizes[0][0] * math.prod(sizes[0][2:])
+        return rows, math.prod(sizes[1]), sizes[0][0], 1, 0
+    if name == "aten::linear" and len(sizes[0]) > 2:
+        *leading, length, _ = sizes[0]
+        return 0, 0, math.prod(leading), length, 0
+    if name == _ATTENTION and len(sizes[0]) > 2:
+        return 0, 0, sizes[0][0], sizes[0][-2], 1
+    return ()
 
 
 def _columns(codes: str) -> tuple[array[Any], ...]:
