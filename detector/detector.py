@@ -120,7 +120,6 @@ class Detector(Persistent):
         if messages:
             self.counters["restarts"] += 1
             self._layout_state = self._layout_state.successor(self.job)
-            self._layout_state.begin_at(min(int(message.step.min()) for message in messages))
             self._recent.clear()
             self._processes.sensors.clear()
             for message in messages:

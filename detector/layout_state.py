@@ -78,6 +78,7 @@ class LayoutState(Persistent):
         if not len(step):
             return
         number = self.last_step = int(step.step[0])
+        self._date_back(number)
         everyone = self.places.index(step.rank)
         for test in self._link_tests:
             test.observe(step, everyone, number)
@@ -272,9 +273,11 @@ class LayoutState(Persistent):
         # probe of one kind counts only half against the suspicion.
         self.tests.add(at, gain if gain > 0 else 0.5 * gain)
 
-    def begin_at(self, step: int) -> None:
-        """Takes that the job goes on from an earlier step: what was known before it is no later."""
-        np.minimum(self.status_table.since, step, out=self.status_table.since)
+    def _date_back(self, step: int) -> None:
+        """Sets the onsets that are known from before this layout no later than a step of it: the
+        job may have gone back."""
+        table = self.status_table
+        table.since[table.carried] = np.minimum(table.since[table.carried], step)
 
     def _position(self, rank: int) -> int:
         return int(self.places.index(np.array([rank]))[0])

@@ -1,12 +1,13 @@
 """A job that starts again from a checkpoint, with nobody telling the detector."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from detector import Detector
-from resihp.contracts import Heartbeat, Job, Layout, Status, TelemetryBatch
+from resihp.contracts import Cause, Heartbeat, Job, Layout, Plan, Status, TelemetryBatch
 from resihp.testing.scenarios import Fault, steps_of
 
 LENGTHS = np.clip(np.exp(np.random.default_rng(0).normal(6.5, 1.2, 3000)), 16, 8192).astype(int)
@@ -82,6 +83,55 @@ def test_a_name_is_no_younger_than_the_step_to_which_the_job_goes_back() -> None
     assert detector.counters["restarts"] == 1
     named = detector.verdicts()[5]
     assert (named.status, named.since_step, named.step) == (Status.FAIL_SLOW, 10, 14)
+
+
+def plan_of(version: int, layout: Layout = JOB.layout, quotas: tuple[int, ...] = (4,) * 4) -> Plan:
+    return Plan(version=version, layout=layout, quotas=quotas)
+
+
+def slow_before_a_plan() -> Detector:
+    """A detector that has named rank 5 since step 18, in step 23."""
+    fault, detector = Fault(rank=5, factor=1.5, from_step=18), Detector(JOB)
+    for batch in steps_of(JOB, LENGTHS, steps=24, seed=1, faults=[fault]):
+        detector.update(batch)
+    assert detector.verdicts()[5].since_step == 18
+    return detector
+
+
+def test_a_plan_with_which_the_job_also_goes_back() -> None:
+    detector = slow_before_a_plan()
+    detector.apply_plan(plan_of(1))
+    until_14 = [Fault(rank=5, factor=1.5, from_step=0, until_step=14)]
+    first, *rest = steps_of(
+        JOB, LENGTHS, steps=8, seed=2, first_step=10, faults=until_14, plan_version=1
+    )
+    detector.update(first)
+    named = detector.verdicts()[5]
+    assert (named.status, named.since_step, named.step) == (Status.FAIL_SLOW, 10, 10)
+    diagnosis = detector.diagnosis()
+    assert diagnosis.root_cause is Cause.DEVICE
+    assert "since step 10, which costs" in diagnosis.detail[0]
+    for batch in rest:
+        detector.update(batch)
+    healthy = detector.verdicts()[5]
+    assert (healthy.status, healthy.since_step, healthy.step) == (Status.HEALTHY, 14, 17)
+
+
+def test_a_rank_that_comes_back_before_the_step_of_its_onset() -> None:
+    detector = slow_before_a_plan()
+    fewer = Layout(tuple(replica for replica in JOB.layout.replicas if 5 not in replica.ranks))
+    plans = [plan_of(1, fewer, (6, 5, 5)), plan_of(2)]
+    for plan, first_step in zip(plans, (10, 14), strict=True):
+        detector.apply_plan(plan)
+        job = replace(JOB, layout=plan.layout, quotas=plan.quotas)
+        fault = Fault(rank=5, factor=1.5, from_step=0)
+        for batch in steps_of(
+            job, LENGTHS, steps=4, seed=2, first_step=first_step, faults=[fault],
+            plan_version=plan.version,
+        ):  # fmt: skip
+            detector.update(batch)
+    named = detector.verdicts()[5]
+    assert (named.status, named.since_step, named.step) == (Status.FAIL_SLOW, 14, 17)
 
 
 FEW = Job(
