@@ -30,10 +30,11 @@ from ._trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """A verdict that changed, and the step whose records changed it."""
+    """A verdict that changed, and the step and plan version whose records changed it."""
 
     step: int
     verdict: Verdict
+    plan_version: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,16 +120,19 @@ class Analysis:
 def analyze(trace: Trace) -> Analysis:
     """Runs the detector over a recording and replays it. Raises `TraceError` if that fails."""
     try:
-        verdicts, changes, ended = _judge(trace)
+        judge, seen = TraceJudge(trace), LastSteps(trace)
+        changes = tuple(judge.changes(seen.of(trace.batches())))
+        verdicts = tuple(judge.verdicts[rank] for rank in trace.ranks if rank in judge.verdicts)
         whatif = None
         if trace.grid is not None:
             whatif = WhatIf.of(trace.recording, trace.dependencies, trace.own_s)
         layouts = trace.layouts
-        slow = {v: _named(layout, verdicts, changes) for v, layout in layouts.items()}
+        stretches = _stretches(judge.verdicts, changes)
+        slow = {v: _named(v, layout, stretches, judge.recorded) for v, layout in layouts.items()}
         costs = _costs(trace, slow) if whatif is None else _replayed(whatif, slow[0])
     except ContractError as error:
         raise TraceError(f"{trace.path}: {error}") from None
-    last = {rank: version for version in sorted(layouts) for rank in layouts[version].ranks}
+    last = {device.rank: version for version in sorted(slow) for device in slow[version]}
     diagnosis = conclude(
         costs,
         None if whatif is None else max(whatif.slowdown, 1.0),
@@ -136,19 +140,22 @@ def analyze(trace: Trace) -> Analysis:
     )
     if whatif is not None and (words := unexplained(whatif, costs)):
         diagnosis = replace(diagnosis, detail=(words, *diagnosis.detail[1:]))
-    return Analysis(trace, verdicts, changes, diagnosis, costs, slow, whatif, ended)
+    return Analysis(trace, verdicts, changes, diagnosis, costs, slow, whatif, seen.ended)
 
 
 class TraceJudge:
     """Feeds a trace to the detector: plans take effect, and the last steps under each are judged
     though records of them are missing.
 
-    verdicts  the last verdict on every rank of any layout, by rank; complete after `changes`
+    Both are complete after `changes`:
+    verdicts  the last verdict on every rank of any layout, by rank
+    recorded  the first to the last step recorded under each plan version
     """
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._detector = trace, Detector(trace.job)
         self.verdicts: dict[int, Verdict] = {}
+        self.recorded: dict[int, range] = {}
 
     def changes(self, batches: Iterable[TelemetryBatch]) -> Iterator[Change]:
         """The changes of verdicts over all batches of the trace."""
@@ -158,23 +165,19 @@ class TraceJudge:
             if batch.plan_version > detector.plan_version and batch.plan_version in plans:
                 yield from self._end_of_plan(step)
                 detector.apply_plan(plans[batch.plan_version])
-            step = int(batch.step[0])
-            yield from (Change(step, verdict) for verdict in detector.update(batch))
+            step, version = int(batch.step[0]), batch.plan_version
+            first = self.recorded.get(version, range(step, step)).start
+            self.recorded[version] = range(first, step + 1)
+            yield from self._changed(step, detector.update(batch))
         yield from self._end_of_plan(step)
 
     def _end_of_plan(self, step: int) -> Iterator[Change]:
         """Judges the steps up to `step` that still wait for records, and keeps the verdicts."""
-        yield from (Change(step, verdict) for verdict in self._detector.finish())
+        yield from self._changed(step, self._detector.finish())
         self.verdicts.update({verdict.rank: verdict for verdict in self._detector.verdicts()})
 
-
-def _judge(
-    trace: Trace,
-) -> tuple[tuple[Verdict, ...], tuple[Change, ...], dict[int, int]]:
-    judge, seen = TraceJudge(trace), LastSteps(trace)
-    changes = tuple(judge.changes(seen.of(trace.batches())))
-    known = tuple(judge.verdicts[rank] for rank in trace.ranks if rank in judge.verdicts)
-    return known, changes, seen.ended
+    def _changed(self, step: int, verdicts: Iterable[Verdict]) -> Iterator[Change]:
+        yield from (Change(step, verdict, self._detector.plan_version) for verdict in verdicts)
 
 
 class LastSteps:
@@ -199,22 +202,62 @@ class LastSteps:
         return {rank: step for rank, step in sorted(self._last.items()) if step < latest}
 
 
-def _named(
-    layout: Layout, verdicts: tuple[Verdict, ...], changes: tuple[Change, ...]
-) -> tuple[SlowDevice, ...]:
-    """The devices of a layout that are named at the end, and those that once were: a stretch counts
-    once, as the last verdict on it says."""
-    past: list[SlowDevice] = []
-    now: dict[int, Verdict] = {}
+@dataclass(frozen=True, eq=False)
+class _Stretch:
+    """Steps in which a device was named: the change that named it, the last verdict on it, and the
+    change that took the name back, None if none did."""
+
+    named: Change
+    verdict: Verdict
+    ended: Change | None = None
+
+    def under(
+        self, version: int, layout: Layout, recorded: Mapping[int, range]
+    ) -> tuple[SlowDevice, ...]:
+        """The device as it was under a plan, none if it was not slow then. A job that went back
+        under another plan took some steps again, so that their numbers alone do not tell."""
+        first, since = self.named.plan_version, self.named.verdict.since_step
+        if since is not None:
+            if version < first and since >= recorded[first].start:
+                return ()
+            later = [steps.start for plan, steps in recorded.items() if first < plan <= version]
+            since = min([since, *later])
+        until = None
+        if self.ended is not None:
+            last, healthy = self.ended.plan_version, self.ended.verdict.since_step
+            until = self.ended.step if healthy is None else healthy
+            if version in recorded and version < last:
+                until = max(until, recorded[version].stop)
+            elif version in recorded and version > last and until > recorded[version].start:
+                return ()
+            if since is not None and until <= since:
+                return ()
+        found = SlowDevice.named([self.verdict], layout)
+        return tuple(replace(device, since=since, until=until) for device in found)
+
+
+def _stretches(verdicts: Mapping[int, Verdict], changes: Iterable[Change]) -> list[_Stretch]:
+    """The stretches that are over, in order, and those of the devices that are named at the end,
+    the slowest first."""
+    past: list[_Stretch] = []
+    now: dict[int, _Stretch] = {}
     for change in changes:
         verdict = change.verdict
         if verdict.status is Status.FAIL_SLOW:
-            now[verdict.rank] = verdict
+            named = now[verdict.rank].named if verdict.rank in now else change
+            now[verdict.rank] = _Stretch(named, verdict)
         elif verdict.rank in now:
-            until = change.step if verdict.since_step is None else verdict.since_step
-            named = SlowDevice.named([now.pop(verdict.rank)], layout)
-            past += [replace(device, until=until) for device in named]
-    found = [*past, *SlowDevice.named(verdicts, layout)]
+            past.append(replace(now.pop(verdict.rank), ended=change))
+    current = [replace(stretch, verdict=verdicts[rank]) for rank, stretch in now.items()]
+    return [*past, *sorted(current, key=lambda one: (-one.verdict.slowdown, one.verdict.rank))]
+
+
+def _named(
+    version: int, layout: Layout, stretches: Iterable[_Stretch], recorded: Mapping[int, range]
+) -> tuple[SlowDevice, ...]:
+    """The devices of a layout that were named: those that are at the end come first, and a stretch
+    within a later one of the same device is left out."""
+    found = [device for one in stretches for device in one.under(version, layout, recorded)]
     last = [
         device
         for at, device in enumerate(found)

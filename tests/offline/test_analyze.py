@@ -453,6 +453,34 @@ def test_steps_are_replayed_by_the_schedule_of_their_plan(tmp_path, schedule, in
     assert np.mean(ends) == pytest.approx(own[1].step)
 
 
+def redone(tmp_path, *, heals):
+    """An analysis of a job whose rank 3 is slow from step 16 of 20 on. Under a plan it goes back to
+    step 8; there the rank is slow until it `heals`, and again from step 22 on."""
+    job = Job(name="redone", layout=Layout.grid(dp=4, pp=2, tp=1, layers=8), microbatches=16)
+    plan = Plan(version=1, layout=job.layout, quotas=job.quotas, from_step=8)
+    before = [Fault(rank=3, factor=1.5, from_step=16)]
+    after = [
+        Fault(rank=3, factor=1.5, from_step=0, until_step=heals),
+        Fault(rank=3, factor=2.0, from_step=22),
+    ]
+    batches = [
+        *steps_of(job, [500], steps=20, seed=1, faults=before),
+        *steps_of(job, [500], steps=20, seed=2, faults=after, first_step=8, plan_version=1),
+    ]
+    write_trace(tmp_path / "redone.parquet", job, batches, [plan])
+    return analyze(read_trace(tmp_path / "redone.parquet"))
+
+
+@pytest.mark.parametrize("heals", [8, 14])
+def test_a_device_is_slow_in_the_steps_of_each_plan_in_which_it_was(tmp_path, heals):
+    analysis = redone(tmp_path, heals=heals)
+    slow = {v: [(one.since, one.until) for one in found] for v, found in analysis.slow.items()}
+    under_the_plan = [(22, None), (8, 14)] if heals == 14 else [(22, None)]
+    assert slow == {0: [(16, 20)], 1: under_the_plan}
+    assert {round(one.factor, 1) for one in analysis.slow[0]} == {1.5}
+    assert ("from step 8 to step 13" in analysis.diagnosis.detail[0]) == (heals == 14)
+
+
 def ragged(tmp_path, *, changes_plan=False):
     """A recording with 3 and 4 microbatches by turns, in which rank 3 is slow in the last steps, or
     in the last ones before it leaves the layout."""
