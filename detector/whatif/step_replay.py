@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from resihp.contracts import Cause, Job, Layout, Op, TelemetryBatch
+from resihp.contracts import Cause, ContractError, Job, Layout, Op, TelemetryBatch
 from resihp.pipeline.graph import Graph
 from resihp.pipeline.orders import Part, Pass, job_orders
 
@@ -135,8 +135,12 @@ class StepGraph:
 
     @classmethod
     def of(cls, job: Job, layout: Layout, cubes: DenseRecords) -> StepGraph:
-        """The step of the replicas of `layout`, in the order of the job's schedule."""
-        orders = job_orders(job, cubes.quotas, layout)
+        """The step of the replicas of `layout`, in the order of the job's schedule; without its
+        limit of microbatches in flight if that does not fit the numbers that ran."""
+        try:
+            orders = job_orders(job, cubes.quotas, layout)
+        except ContractError:
+            orders = job_orders(replace(job, max_in_flight=None), cubes.quotas, layout)
         alike = all(order == orders[0] for order in orders)
         cells = _Cells(layout.pp, job.chunks, cubes.passes.shape[-1])
         built = _Builder(cells, loads=bool(cubes.microbatch_data.any()))

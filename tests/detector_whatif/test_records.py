@@ -114,6 +114,16 @@ def test_interleaved_chunks_are_replayed_as_stages_of_their_own():
     assert slow.root_cause is Cause.DEVICE
 
 
+def test_a_limit_in_flight_that_does_not_fit_the_microbatches_that_ran_is_no_error():
+    layout = Layout.grid(dp=2, pp=4, tp=1, layers=8)
+    job = job_of(layout, 8, schedule=Schedule.INTERLEAVED, chunks=2, max_in_flight=6)
+    batch = records(job, slow={3: 1.5})
+    ran = batch.select(batch.microbatch < 7)
+    assert diagnose(job, layout, [batch]).root_cause is Cause.DEVICE
+    assert costs_of(job, layout, [ran]) == costs_of(replace(job, max_in_flight=None), layout, [ran])
+    assert diagnose(job, layout, [ran]).root_cause is Cause.DEVICE
+
+
 def test_interleaved_replicas_of_other_lengths_are_replayed_with_their_own_passes():
     """One of two stages and one of a single stage, which runs one chunk."""
     three, two = (Layout.grid(dp=1, pp=pp, tp=1, layers=6, chunks=2).replicas[0] for pp in (3, 2))
