@@ -83,7 +83,7 @@ class Detector(Persistent):
         settings: DetectorSettings | None = None,
         predictor: Predictor | None = None,
     ) -> None:
-        self.job = job
+        self.job = self._original_job = job
         self.settings = settings or DetectorSettings()
         self.plan_version = 0
         self.counters = dict.fromkeys(_COUNTERS, 0)
@@ -213,7 +213,7 @@ class Detector(Persistent):
         verdicts that they change are returned by the next `update`. An older version, and the same
         plan again, do nothing; another plan of the same version replaces it.
         """
-        job = moved_job(self.job, plan.layout, plan.quotas, plan.schedule)
+        job = moved_job(self._original_job, plan.layout, plan.quotas, plan.schedule)
         is_known = plan.version == self.plan_version and job == self.job
         if plan.version < self.plan_version or is_known:
             return
@@ -432,8 +432,9 @@ class Detector(Persistent):
         try:
             moved = saved["moved"]
             layout = from_json(Layout, moved["layout"], "layout")
-            job = moved_job(job, layout, tuple(moved["quotas"]), Schedule(moved["schedule"]))
-            detector = cls(job, settings=settings)
+            quotas, schedule = tuple(moved["quotas"]), Schedule(moved["schedule"])
+            detector = cls(moved_job(job, layout, quotas, schedule), settings=settings)
+            detector._original_job = job
             detector.load(saved)
         except (KeyError, TypeError) as error:
             raise ContractError("state", "is not that of a detector") from error

@@ -198,6 +198,21 @@ def test_stages_of_one_range_keep_the_chunks_of_their_own_schedule() -> None:
     assert (detector.job.quotas, detector.job.chunks) == ((5, 3), 2)
 
 
+def test_chunks_come_back_with_the_schedule_of_the_job() -> None:
+    one = Layout.grid(dp=2, pp=2, tp=1, layers=8)
+    job = Job(name="j", layout=one, microbatches=8, schedule=Schedule.INTERLEAVED, chunks=2)
+    live = Detector(job)
+    restored = Detector.restore(job, live.save())
+    plans = [(Schedule.ONE_F_ONE_B, 1), (Schedule.INTERLEAVED, 2), (Schedule.ONE_F_ONE_B, 1)]
+    for version, (schedule, chunks) in enumerate(plans, 1):
+        plan = Plan(version=version, layout=one, quotas=(4, 4), schedule=schedule)
+        for detector in (live, restored):
+            detector.apply_plan(plan)
+            assert (detector.job.schedule, detector.job.chunks) == (schedule, chunks)
+        restored = Detector.restore(job, restored.save())
+        assert restored.job == live.job
+
+
 def test_verdicts_of_records_that_came_before_their_plan_are_returned_by_the_next_update() -> None:
     stream = batches(with_lengths=True, steps=20)
     detector = run(stream[:6])
