@@ -21,8 +21,6 @@ _LEAST = 2
 
 _ENOUGH = 4.0
 """Microbatches of a step from which it separates a rank's level from their work."""
-_MANY = 16.0
-"""Microbatches of a step from which small changes of one kind of pass show in its level as well."""
 _FADE = 0.2
 _LEVEL_STEPS = 6
 """Steps in which the level of a class is still learned; later only its shape is."""
@@ -87,11 +85,6 @@ class RankLevels(Persistent):
         records = np.bincount(rank, minlength=size)
         by_pass = np.where(counts > 0, level, np.nan).reshape(size, 2).T
         return np.where(records > 0, value, np.nan), left, records, by_pass
-
-    @staticmethod
-    def by_pass(microbatches: Floats) -> bool:
-        """Return whether steps of so few microbatches hide one kind of pass behind the other."""
-        return bool(np.median(microbatches) < _MANY)
 
     def of(self, value: Floats, microbatches: Floats) -> Floats:
         """Level of each rank in a step with the residuals `value` (NaN where there is none)."""
