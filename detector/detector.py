@@ -47,9 +47,9 @@ _ORDINARY_DOUBT = 0.01
 """Probability of slowness below which a healthy rank is one like all others."""
 _LONE_PROBES = (ProbeKind.GEMM, ProbeKind.MEMORY)
 """Probes that a rank runs alone."""
-_COUNTERS = ("older_plan", "ahead", "late", "astray", "restarts", "unknown_ranks")
-"""Records of older and of newer plans, of steps that were closed before and of steps too far ahead
-of all others; restarts; heartbeats of unknown ranks."""
+_COUNTERS = ("older_plan", "ahead", "late", "astray", "excess", "restarts", "unknown_ranks")
+"""Records of older and of newer plans, of steps that were closed before, of steps too far ahead of
+all others and of microbatches far beyond those of a step; restarts; heartbeats of unknown ranks."""
 _SILENCE = "its heartbeats have stopped"
 _ENDED = "its process ended with "
 
@@ -156,6 +156,7 @@ class Detector(Persistent):
 
     def _judge(self, steps: Iterable[TelemetryBatch]) -> None:
         for step in steps:
+            self.counters["excess"] += self._layout_state.assembler.excess
             step = self._layout_state.transfers.separated(step)  # noqa: PLW2901 the same records
             if len(step):
                 self._recent.add(step, self._layout_state.places)

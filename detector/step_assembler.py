@@ -46,6 +46,9 @@ _HABIT_STEPS = 8
 """Closed steps whose numbers of records tell how many are to be waited for."""
 _LEAST_BEHIND = 64
 """Messages of earlier steps that are kept, at least, to begin with after a restart."""
+_SPARE, _FEW_CELLS = 4, 1 << 14
+"""Microbatches of a step as a multiple of what ranks usually have, and passes of a step if every
+rank had as many, up to which none is left out."""
 
 
 def is_pass(op: NDArray[np.integer]) -> Bools:
@@ -311,7 +314,12 @@ class StepAssembler(Persistent):
     """Collects the records of a layout's ranks into whole steps.
 
     The outcome does not depend on how the records were cut into messages: those of a step are put
-    into one canonical order, and a record that is sent twice counts once.
+    into one canonical order, and a record that is sent twice counts once. A broken rank may send
+    thousands of microbatches of a step, and what is expected of a step takes time and memory by
+    the largest number: those beyond all quotas and four times as many as ranks have in the step
+    are left out, unless a step of so many is small.
+
+    excess  records left out of the last step that was closed
     """
 
     _saved = ("progress", "_records")
@@ -319,8 +327,11 @@ class StepAssembler(Persistent):
 
     def __init__(self, places: RankTable, quotas: tuple[int, ...], chunks: int) -> None:
         self._places, self._largest_quota = places, max(quotas)
-        expected = np.array(quotas, np.int64)[places.dp] * chunks * len(COMPUTE)
+        each = chunks * len(COMPUTE)
+        self._few = max(self._largest_quota, _FEW_CELLS // (places.size * each))
+        expected = np.array(quotas, np.int64)[places.dp] * each
         self.progress = StepProgress(places.ranks, expected)
+        self.excess = 0
         self._records = {}
 
     @property
@@ -358,15 +369,26 @@ class StepAssembler(Persistent):
         self.progress.count(step, index[first][is_pass(part.op[first])], kept=first.size)
 
     def _assembled(self, opened: _OpenRecords) -> TelemetryBatch:
+        self.excess = 0
         if not opened.parts:
             return TelemetryBatch.empty()
         whole = TelemetryBatch.concat(opened.parts)
         whole = whole.select(np.argsort(np.concatenate(opened.keys), kind="stable"))
-        replica = self._places.dp[self._places.index(whole.rank)]
-        number = numbered(replica, whole.microbatch, self._largest_quota)
-        if np.array_equal(number, whole.microbatch):
+        index = self._places.index(whole.rank)
+        number = numbered(self._places.dp[index], whole.microbatch, self._largest_quota)
+        if not np.array_equal(number, whole.microbatch):
+            whole = replace(whole, microbatch=number.astype(np.int32))
+        if int(number.max(initial=-1)) < self._few:
             return whole
-        return replace(whole, microbatch=number.astype(np.int32))
+        passes = is_pass(whole.op) & (number >= 0)
+        rows = number < max(self._few, _SPARE * self._usual_count(index[passes], number[passes]))
+        self.excess = int(np.count_nonzero(~rows))
+        return whole.select(rows)
+
+    def _usual_count(self, index: Ints, microbatch: Ints) -> int:
+        """Median number of different microbatches of a rank, 0 for one without any."""
+        distinct = np.unique((index << 32) | microbatch)
+        return int(np.median(np.bincount(distinct >> 32, minlength=self._places.size)))
 
     def state(self) -> State:
         """The saved attributes, the parts of each open step joined."""

@@ -9,7 +9,7 @@ from detector import Detector, DetectorSettings, step_assembler
 from detector.diagnosis import diagnose
 from detector.expectation.cross_stage import CrossStageModel
 from detector.rank_table import RankTable
-from detector.step_assembler import numbered
+from detector.step_assembler import StepAssembler, numbered
 from detector.whatif.dense_records import DenseRecords
 from resihp.contracts import Job, Layout, Status, TelemetryBatch, Verdict
 from resihp.contracts.telemetry import MOST_MS
@@ -170,6 +170,54 @@ def test_thousands_of_microbatches_of_one_rank_make_the_diagnosis_no_larger() ->
     assert broken.passes.size <= 2**20
     assert np.array_equal(broken.passes[..., :4], usual.passes, equal_nan=True)
     assert diagnose(job, job.layout, odd).steps == 32
+
+
+def made_up(batch: TelemetryBatch, count: int) -> TelemetryBatch:
+    """A step in which rank 0 sends many forward passes besides its own."""
+    zeros = np.zeros(count, int)
+    more = TelemetryBatch(
+        rank=zeros, step=zeros + batch.step[0], op=zeros, microbatch=100 + np.arange(count),
+        compute_ms=np.full(count, 5.0),
+    )  # fmt: skip
+    return TelemetryBatch.concat([batch, more])
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_thousands_of_microbatches_of_one_rank_make_no_step_larger(*, alone: bool) -> None:
+    """A step of 8,000 took 20 s and a gigabyte, also where it was of that rank alone."""
+    job = Job(name="job", layout=Layout.grid(dp=64, pp=4, tp=1, layers=8), microbatches=256)
+    assembler = StepAssembler(RankTable.of(job.layout), job.quotas, job.chunks)
+    (batch,) = steps_of(job, LENGTHS, steps=1, seed=3, with_lengths=False)
+    sent = made_up(batch, 8_000)
+    (step,) = [
+        *assembler.add(sent.select(sent.rank == 0) if alone else sent),
+        *assembler.finish(),
+    ]
+    usual = step.microbatch < 4
+    assert int(step.microbatch.max()) == 31
+    assert np.count_nonzero(usual) == (8 if alone else len(batch))
+    assert assembler.excess == 4 + 8_000 - 32
+
+
+def test_the_microbatches_of_the_largest_quota_are_all_kept() -> None:
+    job = Job(
+        name="job",
+        layout=Layout.grid(dp=64, pp=4, tp=1, layers=8),
+        microbatches=63 + 200,
+        quotas=(200,) + (1,) * 63,
+    )
+    detector, batches = Detector(job), list(steps_of(job, LENGTHS, steps=1, seed=3))
+    for batch in batches:
+        detector.update(batch)
+    assert detector.counters["excess"] == 0
+    assert [len(step) for step in detector._recent.batches()] == [2 * 4 * (63 + 200)]
+
+
+def test_records_of_microbatches_that_are_left_out_are_counted() -> None:
+    detector, steps = Detector(JOB), stream(with_lengths=False, steps=2)
+    for batch in steps:
+        detector.update(made_up(batch, 2_000))
+    assert detector.counters["excess"] == 2 * (4 + 2_000 - 1_024)
 
 
 def test_of_replicas_with_other_numbers_of_microbatches_none_is_left_out(
