@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -20,6 +19,7 @@ from resihp.contracts.telemetry import COLUMNS
 from .arrays import ODD, Bools, Ints, appended, positions
 from .persistence import Persistent, State
 from .rank_table import RankTable
+from .restarts import MessagesBehind
 
 COMPUTE = (int(Op.FORWARD), int(Op.BACKWARD))
 SILENT_STEPS = 3
@@ -44,8 +44,6 @@ _MOST_AHEAD = 128
 """Steps that ranks far ahead of most others may open by many messages."""
 _HABIT_STEPS = 8
 """Closed steps whose numbers of records tell how many are to be waited for."""
-_LEAST_BEHIND = 64
-"""Messages of earlier steps that are kept, at least, to begin with after a restart."""
 _SPARE, _FEW_CELLS = 4, 1 << 14
 """Microbatches of a step as a multiple of what ranks usually have, and passes of a step if every
 rank had as many, up to which none is left out."""
@@ -96,7 +94,6 @@ class StepProgress(Persistent):
         "_behind",
     )  # fmt: skip
     _open: dict[int, _OpenStep]
-    _behind: deque[TelemetryBatch]
 
     def __init__(self, ranks: Ints, expected: Ints | None = None) -> None:
         size = ranks.size
@@ -117,7 +114,7 @@ class StepProgress(Persistent):
         self._begins_back = np.zeros(size, bool)  # at an earlier step
         self._back = np.zeros(size, bool)
         self._back_at = np.full(size, -1, np.int64)
-        self._behind = deque(maxlen=max(_LEAST_BEHIND, 2 * size))
+        self._behind = MessagesBehind(ranks)
 
     @property
     def newest(self) -> int:
@@ -207,7 +204,7 @@ class StepProgress(Persistent):
             self._behind.clear()
         rows = usable & back[np.maximum(index, 0)]
         if rows.any():
-            self._behind.append(batch.select(rows))
+            self._behind.add(batch.select(rows))
 
     def restart(self) -> list[TelemetryBatch]:
         """The messages that most of the reporting ranks have sent since the job went back to an
@@ -219,7 +216,7 @@ class StepProgress(Persistent):
         heard = (self._newest >= 0) | (self._back_at >= 0)
         reporting = heard & (self.silent < SILENT_STEPS)
         most = 2 * np.count_nonzero(self._back & reporting) > np.count_nonzero(reporting)
-        return list(self._behind) if most and self._behind else []
+        return self._behind.kept() if most else []
 
     def count(self, step: int, index: Ints, *, kept: int = 0) -> None:
         """Counts records of a step by the positions of their ranks, and those that the caller keeps

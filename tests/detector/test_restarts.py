@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from detector import Detector
+from detector.restarts import MessagesBehind
 from resihp.contracts import Cause, Heartbeat, Job, Layout, Plan, Status, TelemetryBatch
 from resihp.testing.scenarios import Fault, steps_of
 
@@ -132,6 +133,46 @@ def test_a_rank_that_comes_back_before_the_step_of_its_onset() -> None:
             detector.update(batch)
     named = detector.verdicts()[5]
     assert (named.status, named.since_step, named.step) == (Status.FAIL_SLOW, 14, 17)
+
+
+def test_a_rank_that_stays_far_back_takes_little_memory() -> None:
+    """Messages of thousands of records: 300 MB were kept, and saved with the state."""
+    detector, many, sizes = Detector(JOB), np.arange(2_000), list[int]()
+    for batch in steps_of(JOB, LENGTHS, steps=4, seed=3, first_step=5_000):
+        detector.update(batch)
+    for at in range(192):
+        far = TelemetryBatch(
+            rank=np.full(2_000, 7), step=many // 4 + 500 * (at % 4), microbatch=many // 2 % 2,
+            op=many % 2, compute_ms=np.full(2_000, 5.0 + at),
+        )  # fmt: skip
+        detector.update(far)
+        if at % 64 == 63:
+            sizes.append(len(detector.save()))
+    assert detector.counters["restarts"] == 0
+    assert sizes[2] < 1.01 * sizes[0]
+    assert Detector.restore(JOB, detector.save()).save() == detector.save()
+
+
+def test_of_the_ranks_that_went_back_the_newest_messages_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("detector.restarts._MOST_RECORDS", 2_000)
+    behind = MessagesBehind(np.arange(4))
+    for step in range(63):
+        behind.add(forward([3], step))
+    behind.add(forward([0, 1, 2, 3], 63))
+    assert [int(message.step[0]) for message in behind.kept()] == list(range(32, 64))
+    assert behind.kept()[-1].rank.tolist() == [0, 1, 2, 3]
+    for step in (64, 65):
+        behind.add(forward([2] * 1_500, step))
+    assert [int(message.step[0]) for message in behind.kept()] == [65]
+
+
+def forward(ranks: list[int], step: int) -> TelemetryBatch:
+    zeros = np.zeros(len(ranks), int)
+    return TelemetryBatch(
+        rank=ranks, step=zeros + step, microbatch=zeros, op=zeros, compute_ms=zeros + 5.0
+    )
 
 
 FEW = Job(
