@@ -20,6 +20,7 @@ from .arrays import ODD, Bools, Ints, appended, positions
 from .persistence import Persistent, State
 from .rank_table import RankTable
 from .restarts import MessagesBehind
+from .step_digests import Digests, digests, record_marks
 
 COMPUTE = (int(Op.FORWARD), int(Op.BACKWARD))
 SILENT_STEPS = 3
@@ -44,6 +45,8 @@ _MOST_AHEAD = 128
 """Steps that ranks far ahead of most others may open by many messages."""
 _HABIT_STEPS = 8
 """Closed steps whose numbers of records tell how many are to be waited for."""
+_KNOWN_STEPS = 64
+"""Closed steps that are known again when they are sent a second time."""
 _SPARE, _FEW_CELLS = 4, 1 << 14
 """Microbatches of a step as a multiple of what ranks usually have, and passes of a step if every
 rank had as many, up to which none is left out."""
@@ -57,10 +60,11 @@ def is_pass(op: NDArray[np.integer]) -> Bools:
 
 @dataclass
 class _OpenStep:
-    """Records of each rank so far, the number of messages when the step was opened, and the number
-    of records that are kept until it is closed."""
+    """Records of each rank so far and their digests, the number of messages when the step was
+    opened, and the number of records that are kept until it is closed."""
 
     counts: Ints
+    digests: Digests
     opened_at: int
     kept: int = 0
 
@@ -91,9 +95,10 @@ class StepProgress(Persistent):
     _saved = (
         "silent", "_habit", "_counts", "_most", "_open", "_kept", "_closed", "_gap", "_fills",
         "_messages", "_heard_at", "_newest", "is_begun", "_begins_back", "_back", "_back_at",
-        "_behind",
+        "_behind", "_taken",
     )  # fmt: skip
     _open: dict[int, _OpenStep]
+    _taken: dict[int, Digests]
 
     def __init__(self, ranks: Ints, expected: Ints | None = None) -> None:
         size = ranks.size
@@ -115,6 +120,7 @@ class StepProgress(Persistent):
         self._back = np.zeros(size, bool)
         self._back_at = np.full(size, -1, np.int64)
         self._behind = MessagesBehind(ranks)
+        self._taken = {}  # of the last closed steps
 
     @property
     def newest(self) -> int:
@@ -183,19 +189,22 @@ class StepProgress(Persistent):
     def _track_restart(self, batch: TelemetryBatch, index: Ints, usable: Bools) -> None:
         """Finds ranks that continue from an earlier step than messages overtake each other by, or
         from one out of reach of all ranks' newest: in two messages running, the second of a later
-        step, since one may be a repetition or an error. Of another process than before the first
-        message tells, by its earliest step: it may hold all steps up to where the job was."""
+        step, since one may be a repetition or an error. Messages of what is known count as none. Of
+        another process than before the first message tells, by its earliest step: it may hold all
+        steps up to where the job was."""
         newest, oldest = np.full(self.ranks.size, -1, np.int64), self._newest.copy()
         np.maximum.at(newest, index[usable], batch.step[usable])
         np.minimum.at(oldest, index[usable], batch.step[usable])
-        seen = newest >= 0
-        begins = seen & self.is_begun & (oldest + _LAG_STEPS < self._newest)
+        seen, lag = newest >= 0, self._lag()
+        begins = seen & self.is_begun & (oldest + lag < self._newest)
         self._begins_back = (self._begins_back | begins) & (newest <= self.newest)
         self.is_begun &= ~seen
         begins = seen & self._begins_back
-        back = begins | (seen & (newest + _LAG_STEPS < self._newest))
+        back = seen & (newest + lag < self._newest)
         if self.newest >= 0:
             back |= seen & (np.abs(newest - self.newest) > _REACH_STEPS)
+        known = self._known_again(batch, index, usable, back & ~begins)
+        seen, back = seen & ~known, begins | (back & ~known)
         continues = begins | (back & (self._back_at >= 0) & (newest > self._back_at))
         self._back = np.where(seen, back & (continues | self._back), self._back)
         self._back_at = np.where(seen, np.where(back, newest, -1), self._back_at)
@@ -205,6 +214,29 @@ class StepProgress(Persistent):
         rows = usable & back[np.maximum(index, 0)]
         if rows.any():
             self._behind.add(batch.select(rows))
+
+    def _lag(self) -> int:
+        """Distance of steps by which messages overtake each other, in numbers that have gaps."""
+        return _LAG_STEPS * min((after - step for step, after in pairwise(self._taken)), default=1)
+
+    def _known_again(
+        self, batch: TelemetryBatch, index: Ints, usable: Bools, ranks: Bools
+    ) -> Bools:
+        """Those of some ranks that have sent a message before: of each of its steps it holds the
+        same passes, or, unless they go back already, none, but other records."""
+        known = ranks.copy()
+        rows = usable & ranks[np.maximum(index, 0)]
+        for step, part in by_step(batch.select(rows)) if rows.any() else ():
+            at = self.index(part.rank)
+            opened = self._open.get(step)
+            before = self._taken.get(step) if opened is None else opened.digests
+            if before is None:
+                known[at] = False
+                continue
+            now = digests(record_marks(part, is_pass(part.op)), at, self.ranks.size)
+            same = (now == before) | ((now == 0) & (self._back_at < 0))
+            known[at] &= (same & (before > 0))[at]
+        return known
 
     def restart(self) -> list[TelemetryBatch]:
         """The messages that most of the reporting ranks have sent since the job went back to an
@@ -218,14 +250,17 @@ class StepProgress(Persistent):
         most = 2 * np.count_nonzero(self._back & reporting) > np.count_nonzero(reporting)
         return self._behind.kept() if most else []
 
-    def count(self, step: int, index: Ints, *, kept: int = 0) -> None:
-        """Counts records of a step by the positions of their ranks, and those that the caller keeps
-        until it is closed."""
+    def count(self, step: int, index: Ints, marks: Ints, *, kept: int = 0) -> None:
+        """Counts records of a step by the positions of their ranks and their `record_marks`, and
+        those that the caller keeps until it is closed."""
         opened = self._open.get(step)
         if opened is None:
-            opened = _OpenStep(np.zeros(self.ranks.size, np.int64), int(self._messages.max()))
+            size = self.ranks.size
+            none, nothing = np.zeros(size, np.int64), np.zeros(size, np.uint32)
+            opened = _OpenStep(none, nothing, int(self._messages.max()))
             self._open[step] = opened
         opened.counts += np.bincount(index, minlength=self.ranks.size)
+        opened.digests += digests(marks, index, self.ranks.size)
         opened.kept += kept
         self._kept += kept
 
@@ -247,6 +282,9 @@ class StepProgress(Persistent):
                 return
             del self._open[step]
             self._kept -= opened.kept
+            self._taken[step] = opened.digests
+            if len(self._taken) > _KNOWN_STEPS:
+                del self._taken[next(iter(self._taken))]
             self._gap = step - self._closed if self._closed >= 0 else step + 1
             self._fills &= self._gap == 1
             self._closed, present = step, opened.counts > 0
@@ -361,9 +399,11 @@ class StepAssembler(Persistent):
         members = np.unique(index).tolist()
         if known := opened.known(members):
             first = first[~np.isin(keys[first], np.concatenate(known))]
+        fresh, passes = part.select(first), is_pass(part.op[first])
         if first.size:
-            opened.add(part.select(first), keys[first], members)
-        self.progress.count(step, index[first][is_pass(part.op[first])], kept=first.size)
+            opened.add(fresh, keys[first], members)
+        marks = record_marks(fresh, passes)
+        self.progress.count(step, index[first][passes], marks[passes], kept=first.size)
 
     def _assembled(self, opened: _OpenRecords) -> TelemetryBatch:
         self.excess = 0

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.persistence import Persistent
-from detector.step_assembler import StepProgress, by_step
+from detector.step_assembler import StepProgress, by_step, is_pass
+from detector.step_digests import record_marks
 from resihp.contracts import Op, TelemetryBatch
 from resihp.contracts.telemetry import MOST_STEP
 
@@ -76,7 +77,7 @@ class StepTimes(Persistent):
         lost, found = list(lost), list[StepTime]()
         for step, part in by_step(batch):
             index = self._progress.index(part.rank)
-            self._progress.count(step, index)
+            self._progress.count(step, index, record_marks(part, is_pass(part.op)))
             size = self._progress.ranks.size
             total = self._times_ms.setdefault(step, np.zeros((size, 4)))
             for column, ms in enumerate(_times_ms(part)):

@@ -135,6 +135,59 @@ def test_a_rank_that_comes_back_before_the_step_of_its_onset() -> None:
     assert (named.status, named.since_step, named.step) == (Status.FAIL_SLOW, 14, 17)
 
 
+@pytest.mark.parametrize("by", ["step", "rank", "five steps of a rank"])
+def test_whole_steps_that_are_sent_again_change_nothing(by: str) -> None:
+    """They were a restart: all pasts were lost, and the slow device was healthy again."""
+    steps = list(
+        steps_of(JOB, LENGTHS, steps=40, seed=1, faults=[Fault(rank=5, factor=1.2, from_step=22)])
+    )
+    again = steps[12:22]
+    if by == "rank":
+        again = by_rank(again)
+    elif by == "five steps of a rank":
+        again = by_rank(TelemetryBatch.concat(again[at : at + 5]) for at in (0, 5))
+    detector, undisturbed = Detector(JOB), Detector(JOB)
+    for batch in steps[:26]:
+        detector.update(batch)
+        undisturbed.update(batch)
+    assert undisturbed.verdicts()[5].status is Status.FAIL_SLOW
+    for message in again:
+        detector = Detector.restore(JOB, detector.save())
+        assert detector.update(message) == []
+    for batch in steps[26:]:
+        assert detector.update(batch) == undisturbed.update(batch)
+    assert detector.counters["restarts"] == 0
+    assert detector.verdicts() == undisturbed.verdicts()
+
+
+def test_other_records_of_the_same_steps_are_a_restart_also_after_known_ones() -> None:
+    detector, steps = Detector(JOB), list(steps_of(JOB, LENGTHS, steps=30, seed=1))
+    for message in by_rank([*steps, *steps[20:24]]):
+        detector.update(message)
+    assert detector.counters["restarts"] == 0
+    for message in by_rank(steps_of(JOB, LENGTHS, steps=6, seed=2, first_step=20)):
+        detector.update(message)
+    assert detector.counters["restarts"] == 1
+    assert detector.verdicts()[0].step == 25
+
+
+@pytest.mark.parametrize("gap", [1, 10])
+@pytest.mark.parametrize(
+    ("late", "restarts"), [([22, 20, 21], 0), ([22, 10, 11, 12], 1)], ids=["late", "back"]
+)
+def test_late_steps_whose_numbers_have_gaps_are_no_restart(
+    gap: int, late: list[int], restarts: int
+) -> None:
+    detector = Detector(JOB)
+    steps = list(steps_of(JOB, LENGTHS, steps=30, seed=1))
+    other = list(steps_of(JOB, LENGTHS, steps=30, seed=2))
+    sent = [*steps[:20], *(other[at] for at in late), *other[late[-1] + 1 if restarts else 23 :]]
+    for batch in sent:
+        detector.update(replace(batch, step=batch.step * gap))
+    assert detector.counters["restarts"] == restarts
+    assert detector.verdicts()[0].step == 29 * gap
+
+
 def test_a_rank_that_stays_far_back_takes_little_memory() -> None:
     """Messages of thousands of records: 300 MB were kept, and saved with the state."""
     detector, many, sizes = Detector(JOB), np.arange(2_000), list[int]()

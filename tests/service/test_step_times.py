@@ -90,6 +90,16 @@ def test_after_an_outage_all_ranks_are_waited_for_though_one_is_three_messages_a
     assert {len(step.ranks) for step in closed} == {8}
 
 
+def test_whole_steps_that_are_sent_again_are_not_timed_again():
+    times = StepTimes([0, 1])
+    sent = [message(rank, [step], ms=10.0 + step) for step in range(30) for rank in (0, 1)]
+    closed = [
+        step for part in (sent, sent[30:50], sent[50:]) for m in part for step in times.add(m)
+    ]
+    assert [step.step for step in closed] == list(range(29))
+    assert times.last_step == 29
+
+
 def test_a_run_of_other_processes_begins_with_their_first_messages():
     times = StepTimes([0, 1])
     for _ in range(2):
