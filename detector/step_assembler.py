@@ -222,7 +222,7 @@ class StepProgress(Persistent):
     def _known_again(
         self, batch: TelemetryBatch, index: Ints, usable: Bools, ranks: Bools
     ) -> Bools:
-        """Those of some ranks that have sent a message before: of each of its steps it holds the
+        """Ranks, of those given, that have sent a message before: of each of its steps it holds the
         same passes, or, unless they go back already, none, but other records."""
         known = ranks.copy()
         rows = usable & ranks[np.maximum(index, 0)]

@@ -190,8 +190,9 @@ def test_late_steps_whose_numbers_have_gaps_are_no_restart(
 
 def test_a_rank_that_stays_far_back_takes_little_memory() -> None:
     """Messages of thousands of records: 300 MB were kept, and saved with the state."""
-    detector, many, sizes = Detector(JOB), np.arange(2_000), list[int]()
-    for batch in steps_of(JOB, LENGTHS, steps=4, seed=3, first_step=5_000):
+    job = Job(name="many", layout=Layout.grid(dp=128, pp=1, tp=1, layers=1), microbatches=128)
+    detector, many, sizes = Detector(job), np.arange(2_000), list[int]()
+    for batch in steps_of(job, LENGTHS, steps=4, seed=3, first_step=5_000):
         detector.update(batch)
     for at in range(192):
         far = TelemetryBatch(
@@ -203,7 +204,7 @@ def test_a_rank_that_stays_far_back_takes_little_memory() -> None:
             sizes.append(len(detector.save()))
     assert detector.counters["restarts"] == 0
     assert sizes[2] < 1.01 * sizes[0]
-    assert Detector.restore(JOB, detector.save()).save() == detector.save()
+    assert Detector.restore(job, detector.save()).save() == detector.save()
 
 
 def test_of_the_ranks_that_went_back_the_newest_messages_are_kept(
