@@ -35,9 +35,7 @@ class MessagesBehind(Persistent):
     def clear(self) -> None:
         """Forgets all messages."""
         self._messages, self._records = deque(), 0
-        self._counts = np.zeros(
-            self._ranks.size, np.int32
-        )  # of messages kept of each rank, at most
+        self._counts = np.zeros(self._ranks.size, np.int32)  # messages kept of each rank, at most
 
     def kept(self) -> list[TelemetryBatch]:
         """The messages in the order in which they came."""

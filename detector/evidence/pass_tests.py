@@ -3,8 +3,8 @@
 Some kernels run in the forward or in the backward pass alone, and so does what makes them slow. If
 the levels of the two kinds are not apart by more than their noise, half of the slowness drowns in
 that of the healthy kind, also in steps of many microbatches where a host slows all passes of a step
-together. So the forward and the backward passes are tested alone, too. A mean of e-values is an e-value (Vovk and Wang, "E-values", 2021), so that
-more tests name no more healthy ranks.
+together. So the forward and the backward passes are tested alone, too. A mean of e-values is an
+e-value (Vovk and Wang, "E-values", 2021), so that more tests name no more healthy ranks.
 """
 
 from __future__ import annotations
