@@ -94,16 +94,38 @@ def exchange(
     sent after an answer to the first ones, and after the call of `between`."""
     address = urlsplit(http.url)
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
-        connection.sendall(first)
         answer = b""
-        if between is not None:
-            answer = connection.recv(65_536)
-            between()
-            connection.sendall(second)
-        with suppress(ConnectionResetError):  # by one that was closed before it was sent anything
+        # By one that was closed before it was sent anything, or before all was read.
+        with suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(first)
+            if between is not None:
+                answer = connection.recv(65_536)
+                between()
+                connection.sendall(second)
             while part := connection.recv(65_536):
                 answer += part
     return answer
+
+
+@pytest.mark.parametrize("part", ["headers", "one header", "trailers"])
+def test_heads_and_trailers_without_end_are_cut_and_counted(tmp_path, monkeypatch, part):
+    """Before the token is asked for. A head of the usual size, and a body of any, are not cut."""
+    monkeypatch.setattr(connections, "HEAD_S", 600.0)
+    size = connections.HEAD_BYTES
+    begun = b"POST /v1/jobs/a/telemetry HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer s\r\n"
+    chunked = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+    endless = b"a: " + b"b" * 4 * size if part == "one header" else b"a:b\r\n" * size
+    usual = b"a: b\r\n" * (size // 12) + b"Content-Length: %d\r\n\r\n" % (4 * size)
+    with running(settings_of(tmp_path, token="s")) as http:
+        whole = exchange(
+            http, begun + usual + bytes(4 * size) + begun + b"Connection: close\r\n\r\n"
+        )
+        assert whole.count(b"urn:resihp:problem:unsupported-media-type") == 2
+        answer = exchange(http, begun + (chunked if part == "trailers" else b"") + endless)
+        assert not answer or answer.startswith(b"HTTP/1.1 431")
+        text = http("GET", "/metrics", headers={"Authorization": "Bearer s"}).data.decode()
+        process = multiprocessing.current_process().name
+        assert f'resihp_http_cut_total{{part="head",process="{process}"}} 1.0' in text
 
 
 def test_made_up_methods_make_no_new_series(tmp_path):
