@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -29,7 +29,8 @@ OPEN = (
 _OPEN_FOLDERS = ("/assets/",)
 _WRITING = frozenset({"POST", "PUT"})
 LARGE_AT_A_TIME = 4
-"""Bodies of the largest size for which there is room at a time, or more smaller ones."""
+"""Bodies of the largest size for which there is room at a time, or more smaller ones; the last
+place is for one that goes on where there is none for others."""
 SILENT_S, WHOLE_S = 10.0, 60.0
 """Longest time without a byte of an incomplete body, and for all of it."""
 
@@ -38,7 +39,8 @@ class RequestMiddleware:
     """Checks the bearer token, and bounds the size of a body and its time while it is read.
 
     Large bodies have room for a few of the largest size while they are read and answered, which
-    bounds their memory; for others there is none before, and they are not read from meanwhile.
+    bounds their memory. Each takes as much of it as has arrived: slow ones hold up no other. Where
+    there is none left, bodies are not read from.
 
     Without a token the `Host` header must be a local name, so that a foreign web page cannot reach
     the sidecar through a DNS name of its own (DNS rebinding).
@@ -53,7 +55,7 @@ class RequestMiddleware:
         self._token = settings.token.get_secret_value().encode() if settings.token else None
         self._local_only = self._token is None and is_loopback(settings.host)
         self._limit = settings.max_body_bytes
-        self._room = _Room(LARGE_AT_A_TIME * self._limit)
+        self._room = _Room((LARGE_AT_A_TIME - 1) * self._limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,8 +98,7 @@ class RequestMiddleware:
         else:
             async with contextlib.AsyncExitStack() as stack:
                 writes = scope["method"] in _WRITING  # others may go on for hours
-                expected = int(headers.get("content-length") or self._limit)
-                receive = self._bounded(receive, stack if writes else None, expected)
+                receive = self._bounded(receive, stack if writes else None)
                 try:
                     await self._app(scope, receive, send)
                 finally:
@@ -109,19 +110,18 @@ class RequestMiddleware:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         return hmac.compare_digest(given.encode(), self._token) and scheme.lower() == "bearer"
 
-    def _bounded(
-        self, receive: Receive, stack: contextlib.AsyncExitStack | None, expected: int
-    ) -> Receive:
-        """`receive` within the limits; a large body occupies the room that it is `expected` to need
-        until `stack` is left, and is too large without one.
+    def _bounded(self, receive: Receive, stack: contextlib.AsyncExitStack | None) -> Receive:
+        """`receive` within the limits; a large body occupies room until `stack` is left, and is too
+        large without one.
 
         The request waits for the service while there is no room, and once its body is whole.
         """
         limit = min(self._limit, LARGE_BYTES) if stack is None else self._limit
-        size, is_large, is_whole, ends_s = 0, False, False, time.monotonic() + WHOLE_S
+        size, is_whole, ends_s = 0, False, time.monotonic() + WHOLE_S
+        share: _Share | None = None  # of a large body
 
         async def bounded() -> Message:
-            nonlocal size, is_large, is_whole, ends_s
+            nonlocal size, is_whole, ends_s, share
             if is_whole:  # what comes next is the end of the connection, at any time
                 return await receive()
             try:
@@ -134,11 +134,13 @@ class RequestMiddleware:
             size += len(message.get("body", b""))
             if size > limit:
                 raise BodyTooLargeError(limit)
-            if stack is not None and size > LARGE_BYTES and not is_large:
+            if stack is not None and size > LARGE_BYTES:
+                share = share or stack.enter_context(self._room.share())
                 self._waiting.add(stack)
-                await stack.enter_async_context(self._room.of(expected))
+                waits_s = time.monotonic()
+                await share.grow(size)
+                ends_s += time.monotonic() - waits_s
                 self._waiting.remove(stack)
-                is_large, ends_s = True, time.monotonic() + WHOLE_S
             if stack is not None and is_whole:
                 self._waiting.add(stack)
             return message
@@ -147,25 +149,57 @@ class RequestMiddleware:
 
 
 class _Room:
-    """Memory that requests share, first come, first served."""
+    """Memory that requests share, first come, first served, and a place beyond it for one of them:
+    else those that have a part of what they need might wait for each other."""
 
     def __init__(self, size: int) -> None:
-        self._free = size
-        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+        self.free, self.is_place_free = size, True
+        self._turn, self.changed = asyncio.Lock(), asyncio.Event()
 
-    @contextlib.asynccontextmanager
-    async def of(self, size: int) -> AsyncIterator[None]:
-        """Occupy `size` bytes as soon as they are free."""
-        async with self._turn:
-            while self._free < size:
-                self._changed.clear()
-                await self._changed.wait()
-            self._free -= size
+    @contextlib.contextmanager
+    def share(self) -> Iterator[_Share]:
+        """A share of the memory, of no bytes at first; free again at the end."""
+        share = _Share(self)
         try:
-            yield
+            yield share
         finally:
-            self._free += size
-            self._changed.set()
+            share.end()
+
+    async def wait(self, size: int) -> None:
+        """Wait until so many bytes are free, or the place is."""
+        async with self._turn:
+            while size > self.free and not self.is_place_free:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class _Share:
+    """Memory that one request occupies."""
+
+    def __init__(self, room: _Room) -> None:
+        self._room, self._size, self._has_place = room, 0, False
+
+    async def grow(self, size: int) -> None:
+        """Occupy `size` bytes in all. The place is left as soon as it is not needed."""
+        room, more = self._room, size - self._size
+        if more and not self._has_place:
+            await room.wait(more)
+        if more <= room.free:
+            room.free -= more
+            self._size = size
+            self._leave_place()
+        else:
+            room.is_place_free, self._has_place = False, True
+
+    def end(self) -> None:
+        """Occupy nothing any more."""
+        self._room.free += self._size
+        self._leave_place()
+
+    def _leave_place(self) -> None:
+        self._room.is_place_free |= self._has_place
+        self._has_place = False
+        self._room.changed.set()
 
 
 def _names_this_machine(host: str) -> bool:

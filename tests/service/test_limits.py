@@ -259,45 +259,97 @@ def test_large_bodies_take_turns_and_small_ones_do_not(monkeypatch):
     assert answering == ["/large", "/small", "/waits"]
 
 
-def test_slow_uploads_hold_up_no_other_large_body():
-    """Of many clients on a slow line; each needs only the room that it has announced."""
-    size, answered = 2 * bodies.LARGE_BYTES, []
+@pytest.mark.parametrize("announced", [b"content-length: 16777216", b"transfer-encoding: chunked"])
+def test_slow_uploads_hold_up_no_other_large_body(announced):
+    """Of many clients on a slow line, whatever they announce; each needs what has arrived."""
+    head = [tuple(announced.split(b": "))]
 
-    async def requests() -> None:
-        goes_on = asyncio.Event()
+    async def requests(uploads: Uploads) -> None:
+        slow = [uploads.start(f"/slow{number}", head) for number in range(64)]
+        quick = uploads.start("/quick", head)
+        for path, _ in [*slow, quick]:
+            await uploads.arrive(path, 2 * bodies.LARGE_BYTES)
+        assert not len(uploads.waiting)
+        await uploads.arrive("/quick", 0)
+        await quick[1]
+        assert uploads.answered == ["/quick"]
+        for path, task in slow:
+            await uploads.arrive(path, 0)
+            await task
 
-        async def app(scope, receive, send):
-            while (await receive()).get("more_body"):
-                pass
-            answered.append(scope["path"])
+    asyncio.run(asyncio.wait_for(requests(Uploads(Settings(redis_url=None))), 60))
 
-        guarded = middleware.RequestMiddleware(
-            app, Settings(redis_url=None), HttpMetrics(), WaitingRequests()
+
+def test_bodies_that_fill_the_room_together_do_not_wait_for_each_other():
+    """One of them goes on, and gives its place to another as soon as there is room again."""
+    part = 2 * bodies.LARGE_BYTES
+    settings = Settings(redis_url=None, max_body_bytes=2 * part)
+
+    async def requests(uploads: Uploads) -> None:
+        tasks = dict(uploads.start(f"/{number}", []) for number in range(9))
+        for path in tasks:
+            await uploads.arrive(path, part)
+        waiting = ["/7", "/8"]  # six are room, and one has the place
+        assert len(uploads.waiting) == 2
+        assert sorted(uploads.unread) == waiting
+        for path in ("/0", "/1"):
+            await uploads.arrive(path, part)
+        assert len(uploads.waiting) == 4
+        await uploads.arrive("/6", part)
+        assert sorted(uploads.unread) == ["/0", "/1", *waiting]
+        ended = ("/6", "/2", "/3", "/4")
+        for path in ended:
+            await uploads.arrive(path, 0)
+            await tasks[path]
+        assert uploads.unread == set()
+        for path in tasks.keys() - {*ended}:
+            await uploads.arrive(path, 0)
+        await asyncio.gather(*tasks.values())
+        assert not len(uploads.waiting)
+
+    asyncio.run(asyncio.wait_for(requests(Uploads(settings)), 60))
+
+
+class Uploads:
+    """Requests whose bodies arrive when told.
+
+    waiting   those that wait for the service
+    unread    paths of those that have a part that is not taken
+    answered  paths, in order
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.waiting = WaitingRequests()
+        self.unread, self.answered = set[str](), list[str]()
+        self._parts: dict[str, asyncio.Queue[int]] = {}
+        self._guarded = middleware.RequestMiddleware(
+            self._app, settings, HttpMetrics(), self.waiting
         )
 
-        async def request(path: str, *, is_slow: bool) -> None:
-            parts = iter([bytes(size - 1), bytes(1)])
+    def start(self, path: str, head: list[tuple[bytes, ...]]) -> tuple[str, asyncio.Task[None]]:
+        """Begin a request."""
+        parts = self._parts[path] = asyncio.Queue()
 
-            async def receive():
-                part = next(parts)
-                if is_slow and len(part) == 1:
-                    await goes_on.wait()
-                return {"type": "http.request", "body": part, "more_body": len(part) > 1}
+        async def receive():
+            size = await parts.get()
+            return {"type": "http.request", "body": bytes(size), "more_body": size > 0}
 
-            headers = [(b"content-length", b"%d" % size)]
-            scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
-            await guarded(scope, receive, None)
+        scope = {"type": "http", "method": "POST", "path": path, "headers": head}
+        return path, asyncio.create_task(self._guarded(scope, receive, None))
 
-        slow = [asyncio.create_task(request("/slow", is_slow=True)) for _ in range(16)]
-        await asyncio.sleep(0)
-        async with asyncio.timeout(60):
-            await request("/quick", is_slow=False)
-            assert answered == ["/quick"]
-            goes_on.set()
-            await asyncio.gather(*slow)
+    async def arrive(self, path: str, size: int) -> None:
+        """Give a part of a body, of no bytes at its end, and all requests the time to go on."""
+        self.unread.add(path)
+        self._parts[path].put_nowait(size)
+        for _ in range(20):
+            await asyncio.sleep(0)
 
-    asyncio.run(requests())
-    assert answered == ["/quick", *["/slow"] * 16]
+    async def _app(self, scope, receive, send) -> None:
+        more = True
+        while more:
+            more = (await receive()).get("more_body", False)
+            self.unread.discard(scope["path"])
+        self.answered.append(scope["path"])
 
 
 def test_jobs_that_ended_long_ago_are_deleted_but_not_the_newest(tmp_path):
