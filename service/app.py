@@ -29,7 +29,7 @@ from .api.problems import add_problem_handlers
 from .errors import StartError
 from .logs import logger
 from .settings import Settings
-from .store.connection import check_redis, end_leases, without_password
+from .store.connection import check_redis, end_leases, warn_of_eviction, without_password
 from .store.embedded_redis import EmbeddedRedis
 from .store.http_store import HttpStore
 from .worker.adapters import AdapterFactory, load_adapters
@@ -114,6 +114,8 @@ async def _open(
     await asyncio.to_thread(check_redis, url, answer_s=_REDIS_ANSWER_S)
     if settings.redis_url is None:
         await asyncio.to_thread(end_leases, url)
+    else:
+        await asyncio.to_thread(warn_of_eviction, url)
     client = _connect(stack, url, _CONNECTIONS)
     # On connections of their own, so that watchers that wake together hold up no other request.
     watching = _connect(stack, url, _WATCHING_CONNECTIONS)

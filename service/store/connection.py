@@ -8,7 +8,10 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from ..errors import NoRedisError, StartError
+from ..logs import logger
 from .schema import APIS, JOBS, WORKERS, keys_of
+
+log = logger("resihp.redis")
 
 _PASSWORD = re.compile(r"((?:^|://)[^:@/]*:)[^/]*(@)|([?&]password=)[^&]*")
 
@@ -37,6 +40,21 @@ def check_redis(url: str, *, answer_s: float = 3.0) -> None:
         raise StartError(f"Redis at {shown} denies access: {error}") from None
     except redis.RedisError as error:
         raise NoRedisError(f"cannot reach Redis at {shown}: {error}") from None
+
+
+def warn_of_eviction(url: str) -> None:
+    """Log it where a Redis without memory deletes keys that are to stay, instead of refusing."""
+    with redis.Redis.from_url(url, protocol=2) as client:
+        try:
+            policy = str(client.info("memory")["maxmemory_policy"])
+        except (redis.RedisError, KeyError):  # denied, or left out by a service that stands for one
+            return
+    if policy != "noeviction" and not policy.startswith("volatile-"):
+        log.warning(
+            "Redis deletes data of jobs when it is out of memory; set its maxmemory-policy to "
+            "noeviction",
+            policy=policy,
+        )
 
 
 def end_leases(url: str) -> None:

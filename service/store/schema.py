@@ -105,7 +105,8 @@ keys_of = lru_cache(maxsize=4_096)(JobKeys)
 # KEYS: meta, messages, counts, seen, status, urgent
 # ARGV: max entries, max bytes, kind, body, records, dropped, remember (s; 0: no retry key), field
 # Returns "unknown", "full", "duplicate" or the id of the entry, and that field of the status. The
-# marker of a message counts for the registration under which it was received only.
+# marker of a message counts for the registration under which it was received only. A stream without
+# entries has no bytes, whatever was counted: Redis may have deleted it.
 INGEST = """
 local generation = redis.call('HGET', KEYS[1], 'generation')
 if not generation then return {'unknown', false} end
@@ -116,8 +117,9 @@ if remember > 0 and redis.call('GET', KEYS[4]) == generation then
   redis.call('HINCRBY', KEYS[3], 'duplicates', 1)
   return {'duplicate', status}
 end
-local waiting = tonumber(redis.call('HGET', KEYS[3], 'backlog_bytes') or '0')
-if redis.call('XLEN', KEYS[2]) >= tonumber(ARGV[1])
+local entries, waiting = redis.call('XLEN', KEYS[2]), 0
+if entries > 0 then waiting = tonumber(redis.call('HGET', KEYS[3], 'backlog_bytes') or '0') end
+if entries >= tonumber(ARGV[1])
     or waiting + #ARGV[4] > tonumber(ARGV[2]) then
   redis.call('HINCRBY', KEYS[3], 'refused', 1)
   return {'full', status}
@@ -125,7 +127,7 @@ end
 redis.call('HINCRBY', KEYS[3], 'dropped', ARGV[6])
 local id = redis.call('XADD', KEYS[2], '*', 'kind', ARGV[3], 'body', ARGV[4])
 if remember > 0 then redis.call('SET', KEYS[4], generation, 'EX', remember) end
-redis.call('HINCRBY', KEYS[3], 'backlog_bytes', #ARGV[4])
+redis.call('HSET', KEYS[3], 'backlog_bytes', waiting + #ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'messages', 1)
 redis.call('HINCRBY', KEYS[3], 'bytes', #ARGV[4])
 redis.call('HINCRBY', KEYS[3], 'records', ARGV[5])
@@ -253,11 +255,22 @@ while job < #KEYS / 3 and size < tonumber(ARGV[4]) do
     ARGV[2 * job + 3], ARGV[2 * job + 4], ARGV[4] - size)
   if not is_read then messages = type(messages) == 'table' and messages.err or messages end
   if is_read and messages then size = size + more end
-  if messages and #messages > 0 and (is_read or not string.find(messages, 'NOGROUP')) then
+  if messages and #messages > 0 then
     found[#found + 1] = {job, messages}
   end
 end
 return {job, found}
+"""
+
+# KEYS: lease, meta, message stream   ARGV: token, generation, group
+# Makes the group of a stream that Redis has deleted, for the messages that came since; returns 0
+# if the token or the generation is not the present one.
+RESTORE_GROUP = """
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1]
+    or redis.call('HGET', KEYS[2], 'generation') ~= ARGV[2] then return 0 end
+redis.call('PERSIST', KEYS[2])
+redis.call('XGROUP', 'CREATE', KEYS[3], ARGV[3], '0', 'MKSTREAM')
+return 1
 """
 
 # KEYS: meta, counts, status   ARGV: error (JSON)
@@ -354,15 +367,14 @@ LAGS = (
 local lags = {math.max(0, api_delay_ms(KEYS[1]))}
 for index = 2, #KEYS do
   lags[index] = 0
-  local group = redis.pcall('XINFO', 'GROUPS', KEYS[index])[1]
+  local group, read = redis.pcall('XINFO', 'GROUPS', KEYS[index])[1], '0-0'
   for at = 1, group and #group or 0, 2 do
-    if group[at] == 'last-delivered-id' then
-      local unread = redis.call('XRANGE', KEYS[index], '(' .. group[at + 1], '+', 'COUNT', 1)[1]
-      if unread then
-        local arrived_ms = tonumber(string.match(unread[1], '%d+'))
-        lags[index] = math.max(0, now_ms() - arrived_ms)
-      end
-    end
+    if group[at] == 'last-delivered-id' then read = group[at + 1] end
+  end
+  local unread = redis.pcall('XRANGE', KEYS[index], '(' .. read, '+', 'COUNT', 1)[1]
+  if unread then
+    local arrived_ms = tonumber(string.match(unread[1], '%d+'))
+    lags[index] = math.max(0, now_ms() - arrived_ms)
   end
 end
 return lags

@@ -13,6 +13,7 @@ import redis
 from resihp.contracts import ContractError, Job, Plan, Verdict, from_json
 
 from ..errors import LeaseLostError
+from ..logs import logger
 from .documents import (
     Commit,
     JobMessage,
@@ -42,6 +43,7 @@ from .schema import (
     REMOVE_IDLE,
     RENEW,
     REPORT_LOADS,
+    RESTORE_GROUP,
     URGENT,
     WORKERS,
     JobKeys,
@@ -49,6 +51,8 @@ from .schema import (
     edition,
     keys_of,
 )
+
+log = logger("resihp.store")
 
 _Part = str | bytes | int | float
 _Command = tuple[_Part, ...]
@@ -106,6 +110,7 @@ class WorkerStore:
         self._report_loads = self._redis.register_script(REPORT_LOADS)
         self._api_delay = self._redis.register_script(API_DELAY)
         self._note_error = self._redis.register_script(NOTE_ERROR)
+        self._restore_group = self._redis.register_script(RESTORE_GROUP)
         self._urgent: Any = None  # the subscription, once there is one
         self._commits: dict[str, int] = {}  # number of those of each job acquired, as far as known
 
@@ -222,7 +227,9 @@ class WorkerStore:
             except redis.ResponseError as error:
                 if "NOGROUP" not in str(error):
                     raise
-                raise LeaseLostError(lease.job) from None
+                if not self._go_on_reading(lease):
+                    raise LeaseLostError(lease.job) from None
+                continue
             for identity, fields in items:
                 if identity is None:  # Redis 6 gives those that are deleted so
                     continue
@@ -234,6 +241,18 @@ class WorkerStore:
                 break
         args: list[bytes | str] = [lease.token, GROUP, self.name]
         self._remove_idle(keys=[keys_of(lease.job).lease, key], args=args)
+
+    def _go_on_reading(self, lease: Lease) -> bool:
+        """Read a stream that Redis has deleted, or evicted, from its new beginning; False if the
+        lease was lost."""
+        keys = keys_of(lease.job)
+        is_ours = self._restore_group(
+            keys=[keys.lease, keys.meta, keys.messages],
+            args=[lease.token, lease.generation, GROUP],
+        )
+        if is_ours:
+            log.warning("messages lost: Redis has deleted the stream of a job", job=lease.job)
+        return bool(is_ours)
 
     def note_error(self, job: str, detail: str) -> None:
         """Count and show why a job is not worked on."""
@@ -257,7 +276,11 @@ class WorkerStore:
         jobs = list(leases)[:looked_at]
         found: dict[str, list[JobMessage] | redis.ResponseError] = {job: [] for job in jobs}
         for number, messages in answer:
-            found[jobs[number - 1]] = (
+            job = jobs[number - 1]
+            if isinstance(messages, bytes) and b"NOGROUP" in messages:
+                self._go_on_reading(leases[job])
+                continue
+            found[job] = (
                 redis.ResponseError(messages.decode())
                 if isinstance(messages, bytes)
                 else [

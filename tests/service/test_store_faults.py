@@ -16,8 +16,10 @@ from test_api import problem_of, read_events
 from resihp.contracts import to_json
 from service import Settings
 from service.app import _run_task
+from service.errors import LeaseLostError
 from service.store.embedded_redis import EmbeddedRedis
 from service.store.schema import JobKeys
+from service.store.worker_store import WorkerStore
 from service.worker.loop import work
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
 
@@ -172,6 +174,51 @@ def test_a_backlog_that_fills_the_memory_is_applied(
         worker.join(60)
     raw.config_set("maxmemory", 1)
     assert http("DELETE", "/v1/jobs/j").status == 204
+
+
+@pytest.mark.parametrize("is_owned", [True, False], ids=["read on", "taken over"])
+def test_a_stream_that_is_evicted_loses_what_it_held_and_no_more(
+    server: EmbeddedRedis, raw: redis.Redis, http: Http, is_owned: bool
+):
+    """Also where memory is short; its bytes no longer count as backlog."""
+    store = WorkerStore(server.url, "w", keep_events=9, keep_steps=9)
+    lease = store.acquire("j", ttl_s=60)
+    assert lease is not None
+    http.send("j", batch_of(0))
+    raw.delete(KEYS.messages)
+    for rank in range(3):
+        assert http("POST", "/v1/jobs/j/failures", {"ranks": [rank]}).status == 202
+    assert int(raw.hget(KEYS.counts, "backlog_bytes")) < 1_000
+    eventually(lambda: http.get("/v1/jobs/j")["lag_s"] > 0)
+    raw.config_set("maxmemory", 1)
+    if not is_owned:
+        assert list(store.claim(lease, "0-0")) == []
+    reads = [store.read({"j": lease}, count=9, size=1 << 20)["j"] for _ in range(2)]
+    assert [len(read) for read in reads] == ([0, 3] if is_owned else [3, 0])
+    raw.config_set("maxmemory", 0)
+    http.register(job_of(device="H100"))
+    raw.delete(KEYS.messages)
+    with pytest.raises(LeaseLostError):
+        list(store.claim(lease, "0-0"))
+    assert not raw.exists(KEYS.messages)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "lines"), [("noeviction", 0), ("volatile-lru", 0), ("allkeys-lru", 1)]
+)
+def test_a_redis_that_would_evict_jobs_is_told_at_the_start(
+    server: EmbeddedRedis,
+    raw: redis.Redis,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    lines: int,
+):
+    raw.config_set("maxmemory-policy", policy)
+    with running(Settings(redis_url=server.url, data=server.data / "api", worker=False)):
+        pass
+    told = [record for record in caplog.records if "maxmemory-policy" in record.getMessage()]
+    assert len(told) == lines
 
 
 def test_keys_of_a_job_that_hold_something_else_are_an_error_of_this_job(
