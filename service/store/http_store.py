@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -93,8 +92,8 @@ class HttpStore:
                 JOBS, GENERATIONS, keys.meta, keys.messages, keys.plans, history, *keys.owned(),
             ],
             args=[
-                job.name, dumps(to_json(job)), dumps(plan_json(plan)), time.time(),
-                self._settings.max_jobs, GROUP, dumps({"job": job.name}),
+                job.name, dumps(to_json(job)), dumps(plan_json(plan)), self._settings.max_jobs,
+                GROUP, dumps({"job": job.name}),
             ],
         )  # fmt: skip
         if answer == -1:
@@ -109,10 +108,12 @@ class HttpStore:
         await self._announce(name)
 
     async def expire(self, *, silent_s: float, keep: int) -> list[str]:
-        """Delete jobs without a message for `silent_s`, except the `keep` newest; their names."""
+        """Delete jobs without a message for `silent_s` by the clock of Redis, except the `keep`
+        newest; their names."""
         heard_s = {name: await self._heard_s(name) for name in await self.names()}
         oldest_first = sorted(heard_s, key=heard_s.__getitem__)
-        before_s = time.time() - silent_s
+        now_s, _ = await self._redis.time()
+        before_s = now_s - silent_s
         candidates = oldest_first[: max(len(heard_s) - keep, 0)]
         expired = [name for name in candidates if heard_s[name] < before_s]
         for name in expired:

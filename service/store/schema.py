@@ -56,7 +56,7 @@ class JobKeys:
     job were those of another.
 
     meta       hash: job, generation, plan (version of the newest), event (id of the newest),
-               commits (how many), registered_at, and the fields of `edition`
+               commits (how many), registered_at (s), and the fields of `edition`
     messages   stream of telemetry, heartbeats, acks and failures, in order of arrival
     lease      token of the worker that owns the job
     state      hash: detector, steps, session, their large arrays by names made of their content,
@@ -138,21 +138,22 @@ return {id, status}
 """
 
 # KEYS: jobs, generations, meta, messages, plans, history of the event, all keys of the job
-# ARGV: name, job, plan 0, now, max jobs, consumer group, event
+# ARGV: name, job, plan 0, max jobs, consumer group, event
 # Returns 0 (registered before with equal content), 1 (registered) or -1 (too many jobs). A key that
 # holds another kind of value is no obstacle.
 REGISTER = """
 local meta, messages, plans, history = KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local old = redis.pcall('HGET', meta, 'job')
 if old == ARGV[2] then return 0 end
-if not old and redis.call('SCARD', KEYS[1]) >= tonumber(ARGV[5]) then return -1 end
+if not old and redis.call('SCARD', KEYS[1]) >= tonumber(ARGV[4]) then return -1 end
+local now = redis.call('TIME')
 local generation = redis.call('INCR', KEYS[2])
 for index = 7, #KEYS do redis.call('DEL', KEYS[index]) end
-local event = redis.call('XADD', history, '*', 'kind', 'registered', 'body', ARGV[7])
+local event = redis.call('XADD', history, '*', 'kind', 'registered', 'body', ARGV[6])
 redis.call('HSET', meta, 'job', ARGV[2], 'generation', generation, 'plan', 0, 'event', event,
-  'registered_at', ARGV[4])
+  'registered_at', string.format('%d.%06d', now[1], now[2]))
 redis.call('HSET', plans, 0, ARGV[3])
-redis.call('XGROUP', 'CREATE', messages, ARGV[6], '0', 'MKSTREAM')
+redis.call('XGROUP', 'CREATE', messages, ARGV[5], '0', 'MKSTREAM')
 redis.call('SADD', KEYS[1], ARGV[1])
 return 1
 """

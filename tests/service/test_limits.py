@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from redis.asyncio import Redis
 from test_api import JSON, problem_of
 
 from detector import Detector, DetectorSettings
@@ -32,6 +34,8 @@ from service.api import bodies, middleware
 from service.api.delay import WaitingRequests
 from service.api.metrics import HttpMetrics
 from service.settings import unknown_variables
+from service.store.embedded_redis import socket_path
+from service.store.http_store import HttpStore
 from service.worker.adapters import load_adapters
 from tests.forked import ForkedProcess
 from tests.service.conftest import Http, batch_of, eventually, job_of, running
@@ -365,6 +369,25 @@ def test_jobs_that_ended_long_ago_are_deleted_but_not_the_newest(tmp_path):
         left = [job["name"] for job in http.get("/v1/jobs")["jobs"]]
         assert left == [names[0], *names[4:]]
         assert http.records(names[0]) == 32
+
+
+@pytest.mark.parametrize("ahead_s", [(-3e6, 0), (0, 3e6)])
+def test_jobs_are_deleted_by_the_clock_of_redis(tmp_path, monkeypatch, ahead_s):
+    """That of the host of an API process may be wrong, at the registration or later."""
+    now, url = time.time, f"unix://{socket_path(tmp_path)}"
+
+    async def expired(silent_s: float) -> list[str]:
+        async with Redis.from_url(url, protocol=2) as client:
+            return await HttpStore(client, Settings()).expire(silent_s=silent_s, keep=0)
+
+    with running(settings_of(tmp_path, worker=False)) as http:
+        monkeypatch.setattr(time, "time", lambda: now() + ahead_s[0])
+        http.register(job_of("silent"))
+        http.register(job_of("heard"))
+        http.send("heard", batch_of(0))
+        monkeypatch.setattr(time, "time", lambda: now() + ahead_s[1])
+        assert asyncio.run(expired(1_000.0)) == []
+        assert asyncio.run(expired(-1_000.0)) == ["silent", "heard"]
 
 
 def test_a_full_backlog_refuses_telemetry_but_not_failures(tmp_path):
