@@ -74,6 +74,7 @@ async def _newer(ctx: AppContext, job: str, after: int, wait_s: float) -> bytes 
     def read() -> Coroutine[Any, Any, bytes | None]:
         return ctx.watched.newest_plan(job, after=after)
 
+    await ctx.watched.require(job)  # else the notifier kept any name that is asked for
     change = ctx.notifier.next_change(PLANS, job)
     plan = await read()
     while plan is None and not ctx.notifier.closed:

@@ -219,3 +219,11 @@ def test_a_change_wakes_each_watcher_of_its_channel_once(channel):
         waking.cancel()
 
     asyncio.run(story())
+
+
+def test_nothing_is_kept_of_jobs_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Notifier, "RECHECK_S", 1e6)
+    with running(Settings(redis_url=None, data=tmp_path, worker=False)) as http:
+        for path in ("plan?after=0&wait=1", "events"):
+            assert http("GET", f"/v1/jobs/nobody/{path}").status == 404
+        assert http.app.state.context.notifier._changes == {}
