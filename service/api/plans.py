@@ -24,7 +24,7 @@ router = APIRouter(prefix="/v1/jobs/{job}/plan", tags=["plans"])
 
 
 Version = Annotated[int, Path(ge=0, lt=2**31)]
-
+_MOST_AHEAD = 1_000_000  # versions that a job may have made by itself since the newest one
 
 _T = TypeVar("_T")
 _NO_PLAN = {204: {"description": "no newer plan"}}
@@ -116,6 +116,10 @@ async def put_own(job: str, version: Version, request: Request, ctx: Ctx) -> dic
     known = await ctx.store.job(job)
     if plan.version != version:
         raise ContractError("plan.version", f"is {plan.version}, and {version} in the path")
+    if version > (most := await ctx.store.require(job) + _MOST_AHEAD):
+        raise ContractError(
+            "plan.version", f"must be at most {most}, {_MOST_AHEAD:,} above the newest"
+        )
     if plan.microbatches != known.microbatches:
         raise ContractError("plan.quotas", f"must sum to the job's {known.microbatches}")
     if plan.layout.layers != known.layout.layers:

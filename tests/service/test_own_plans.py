@@ -201,6 +201,7 @@ def test_plan_0_is_that_of_the_registration(http: Http):
     ("version", "plan", "field"),
     [
         (2, without(6, 1), "plan.version"),
+        (2**31 - 1, without(6, 2**31 - 1), "plan.version"),  # versions after it are refused
         (1, replace(without(6, 1), quotas=(9, 9)), "plan.quotas"),
         (1, replace(without(6, 1), layout=Layout.grid(dp=2, pp=2, tp=2, layers=8)), "plan.layout"),
     ],
