@@ -79,8 +79,8 @@ def serve(settings: Settings, adapters: AdapterFactory = load_adapters) -> None:
         url = _url(listener, settings)
         log.info("serving", url=url, docs=f"{url}/docs", processes=len(children))
         if settings.ready_file is not None:
-            stack.callback(settings.ready_file.unlink, missing_ok=True)
             write_ready_file(settings.ready_file, url)
+            stack.callback(settings.ready_file.unlink, missing_ok=True)
         while not is_over():
             for child in children:
                 child.revive()
@@ -153,10 +153,15 @@ class _ApiServer(uvicorn.Server):
 
 
 def write_ready_file(path: Path, url: str) -> None:
-    """Write url and pid atomically."""
+    """Write url and pid atomically. Raises `StartError`."""
     partial_path = path.with_name(f".{path.name}.{os.getpid()}")
-    partial_path.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-    partial_path.replace(path)
+    try:
+        partial_path.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+        partial_path.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial_path.unlink()
+        raise StartError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _bind(settings: Settings) -> socket.socket:

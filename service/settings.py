@@ -123,12 +123,18 @@ class Settings(BaseSettings):
     def _public_address_needs_a_token(self) -> Settings:
         if self.token is not None and not self.token.get_secret_value():
             raise ValueError("token: must not be empty")
+        if self.token is not None and not _is_of_header(self.token.get_secret_value()):
+            raise ValueError("token: must be of printable ASCII characters, as headers of HTTP are")
         if self.token is None and not is_loopback(self.host):
             raise ValueError(
                 f"host: {self.host} is reachable from other machines; set a bearer token "
                 "(--token or RESIHP_TOKEN), or bind 127.0.0.1"
             )
         return self
+
+
+def _is_of_header(text: str) -> bool:
+    return text.isascii() and text.isprintable()
 
 
 def unknown_variables(variables: Mapping[str, str]) -> dict[str, str | None]:

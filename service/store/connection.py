@@ -13,18 +13,21 @@ from .schema import APIS, JOBS, WORKERS, keys_of
 
 log = logger("resihp.redis")
 
-_PASSWORD = re.compile(r"((?:^|://)[^:@/]*:)[^/]*(@)|([?&]password=)[^&]*")
+_QUERY_PASSWORD = re.compile(r"([?&]password=)[^&]*")
+_PASSWORD = re.compile(r"((?:://|^(?!.*://))[^:@]*:).*@")
 
 
 def without_password(url: str) -> str:
-    """The URL of a Redis as logs and errors may show it.
+    """The URL of a Redis as logs and errors may show it, whatever the password holds.
 
     >>> without_password("redis://me:secret@db:6379/0")
     'redis://me:***@db:6379/0'
+    >>> without_password("redis://:pa/s@s@db")
+    'redis://:***@db'
     >>> without_password("unix:///run/redis.sock?db=1&password=secret")
     'unix:///run/redis.sock?db=1&password=***'
     """
-    return _PASSWORD.sub(r"\1\3***\2", url)
+    return _PASSWORD.sub(r"\1***@", _QUERY_PASSWORD.sub(r"\1***", url))
 
 
 def check_redis(url: str, *, answer_s: float = 3.0) -> None:
@@ -35,7 +38,9 @@ def check_redis(url: str, *, answer_s: float = 3.0) -> None:
         with redis.Redis.from_url(url, protocol=2, socket_timeout=answer_s) as client:
             client.ping()
     except ValueError as error:
-        raise StartError(f"not a Redis URL: {shown}: {error}") from None
+        # The error may show a part of a password.
+        reason = error if shown == url else "in a password '/' is %2F, '@' %40, '?' %3F and '#' %23"
+        raise StartError(f"not a Redis URL: {shown}: {reason}") from None
     except (redis.AuthenticationError, NoPermissionError) as error:
         raise StartError(f"Redis at {shown} denies access: {error}") from None
     except redis.RedisError as error:

@@ -33,7 +33,10 @@ from service import Settings, connections
 from service.api import bodies, middleware
 from service.api.delay import WaitingRequests
 from service.api.metrics import HttpMetrics
+from service.errors import StartError
+from service.server import write_ready_file
 from service.settings import unknown_variables
+from service.store.connection import check_redis, without_password
 from service.store.embedded_redis import socket_path
 from service.store.http_store import HttpStore
 from service.worker.adapters import load_adapters
@@ -430,6 +433,42 @@ def test_white_space_around_a_token_is_left_out_on_both_sides(tmp_path):
         Settings(token=" \n")
 
 
+@pytest.mark.parametrize("token", ["schlüssel", "two\nlines"])
+def test_a_token_that_no_client_can_send_is_refused(token):
+    with pytest.raises(ValidationError, match="printable ASCII") as refused:
+        Settings(token=token)
+    assert token not in str(refused.value.errors()[0]["msg"])
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:pa/ss@db", "redis://:***@db"),
+        ("redis://me:pa?s#s@w/or:d@db:6379/0", "redis://me:***@db:6379/0"),
+        ("rediss://us/er:secret@db", "rediss://us/er:***@db"),
+        ("me:sec/ret@db:6379", "me:***@db:6379"),
+        ("redis://db:6379/0?password=p@ss/w&db=1", "redis://db:6379/0?password=***&db=1"),
+        ("redis://db:6379/0", "redis://db:6379/0"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+    ],
+)
+def test_no_part_of_a_password_is_shown(url, shown):
+    assert without_password(url) == shown
+    if "pa/ss" in url:
+        with pytest.raises(StartError) as refused:
+            check_redis(url)
+        assert "%2F" in str(refused.value)
+        assert "pa" not in str(refused.value).replace("password", "")
+
+
+def test_a_ready_file_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path):
+    taken = tmp_path / "ready"
+    taken.mkdir()
+    with pytest.raises(StartError, match=r"cannot write .*ready"):
+        write_ready_file(taken, "http://127.0.0.1:8700")
+    assert list(tmp_path.iterdir()) == [taken]
+
+
 def test_without_a_token_only_local_names_are_served(tmp_path):
     with running(settings_of(tmp_path)) as http:
         problem_of(http("GET", "/v1/jobs", headers={"Host": "evil.example"}), 421)
@@ -516,6 +555,8 @@ def test_two_jobs_do_not_mix(tmp_path):
         (["--redis", "redis://127.0.0.1:1"], "cannot reach Redis"),
         (["--redis", "db:6379"], "not a Redis URL: db:6379"),
         (["--port", "70000"], "port"),
+        (["--redis", "redis://:pa/ss@db"], "not a Redis URL: redis://:***@db"),
+        (["--token", "schlüssel"], "printable ASCII"),
         ([], "not a Redis URL: of-resihp"),
     ],
 )
