@@ -1,9 +1,9 @@
 """Waiting for other ranks in collectives and transfers of torch.distributed.
 
-Every wait that Python code makes goes through `Work.wait`: collectives that a loop calls, the
-unsharding and reduction of FSDP2, transfers of pipelines. Functional collectives, which DTensor
-uses, go through `wait_tensor`. On CUDA, FSDP2 has its stream wait for events of other streams. DDP
-waits in C++: see `_modules`.
+Waits of Python code go through `Work.wait`: collectives that a loop calls, the unsharding and
+reduction of FSDP2, transfers of pipelines; or through `Future.wait` of `Work.get_future()`, as in
+communication hooks of DDP. Functional collectives, which DTensor uses, go through `wait_tensor`. On
+CUDA, FSDP2 has its stream wait for events of other streams. DDP waits in C++: see `_modules`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ def forget(timer: PassTimer) -> None:
 def _install() -> bool:
     import torch.distributed._functional_collectives as functional
 
-    places = [(getattr(torch.distributed, "Work", None), "wait"), (functional, "wait_tensor")]
+    places = [
+        (getattr(torch.distributed, "Work", None), "wait"),
+        (functional, "wait_tensor"),
+        (getattr(torch._C, "Future", None), "wait"),  # also that of `torch.futures.Future`
+        (getattr(torch.distributed, "ProcessGroup", None), "monitored_barrier"),
+    ]
     if torch.cuda.is_available():
         places.append((torch.cuda.Stream, "wait_event"))
     return all(owner is not None and _patches.wrap(owner, name, _timed) for owner, name in places)

@@ -805,6 +805,34 @@ def test_waiting_is_told_for_each_model_of_a_process(observe, hands, monkeypatch
         assert records.wait_ms.tolist() == [10, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (torch._C.Future, "wait", lambda: torch.futures.Future().wait()),  # as of `get_future`
+        (torch.distributed.ProcessGroup, "monitored_barrier", torch.distributed.monitored_barrier),
+    ],
+)
+def test_waiting_beside_that_for_works_is_told(
+    alone, observe, hands, monkeypatch, owner, name, call
+):
+    def pass_ms(*args, **kwargs):
+        hands.pass_ms(10)
+
+    def wait(y):
+        hands.pass_ms(4)
+        call()
+        return y
+
+    monkeypatch.setattr(owner, name, pass_ms)
+    loop = observe(Model(wait), clock=hands.clock)
+    loop.step()
+    records = loop.records()
+    assert records.compute_ms.tolist() == [4, 0, 0]
+    assert records.wait_ms.tolist() == [10, 0, 0]
+    loop.monitor.remove()
+    assert getattr(owner, name) is pass_ms
+
+
 def test_waiting_of_another_ddp_in_the_same_graph_is_no_time_of_the_model(alone, observe, hands):
     def backward_takes(ms):
         def form(y):
@@ -980,8 +1008,16 @@ def test_waiting_of_a_compiled_tensor_parallel_model_is_unknown(
     assert ("which hides its collectives" in caplog.text) != is_known
 
 
-def test_torch_without_a_wait_to_observe(observe, monkeypatch):
-    monkeypatch.delattr(torch.distributed, "Work")
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch.distributed, "Work"),
+        (torch._C, "Future"),
+        (torch.distributed.ProcessGroup, "monitored_barrier"),
+    ],
+)
+def test_torch_without_a_wait_to_observe(observe, monkeypatch, owner, name):
+    monkeypatch.delattr(owner, name)
     wait_tensor = torch.distributed._functional_collectives.wait_tensor
     loop = observe()
     loop.step()
