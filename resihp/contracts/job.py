@@ -244,7 +244,8 @@ class Job:
         make_plain(self, _schedules, "schedules")
         object.__setattr__(self, "actions", Action.ordered(self.actions))
         object.__setattr__(self, "layout", self.layout.under(None))
-        if not self.name or self.name != acceptable_name(self.name):
+        is_text = isinstance(self.name, str)
+        if not is_text or not self.name or self.name != acceptable_name(self.name):
             problem = "must be 1 to 128 printable characters without a slash, and not '.' or '..'"
             raise ContractError("name", problem)
         if self.layout.layers < 1:

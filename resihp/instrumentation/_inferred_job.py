@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from resihp.contracts import Action, Job, Layout, Links, Schedule
+from resihp.contracts import Action, ContractError, Job, Layout, Links, Schedule
 from resihp.contracts.job import acceptable_name, name_of_run
 from resihp.hooks._environment import ranks_by_environment
 from resihp.layout.rank_groups import RankDescription, layout_of
@@ -57,6 +57,42 @@ def _run_of_ray() -> str | None:
         return None
 
 
+def require_valid(
+    name: str, layout: Layout | None, microbatches: int | None, actions: Collection[str]
+) -> None:
+    """Raise `ContractError` for what no job can have, which would else be told where it is sent."""
+    if layout is None:
+        layout = Layout.grid(dp=1, pp=1, tp=1, layers=1)
+    elif not isinstance(layout, Layout):
+        raise ContractError("layout", f"must be a Layout, not {type(layout).__name__}")
+    least = 1 if microbatches is None else microbatches
+    _described(name, Schedule.ONE_F_ONE_B, layout, least, Action.ordered(actions))
+
+
+def _described(
+    name: str,
+    schedule: Schedule,
+    layout: Layout,
+    microbatches: int,
+    actions: tuple[Action, ...],
+) -> Job:
+    chunks = layout.replicas[0].chunks
+    if layout.pp == 1:
+        schedule = Schedule.ONE_F_ONE_B
+    if chunks > 1 and schedule is Schedule.ONE_F_ONE_B:
+        schedule = Schedule.INTERLEAVED
+    return Job(
+        name=name,
+        layout=layout,
+        microbatches=microbatches,
+        schedule=schedule,
+        chunks=chunks,
+        device=_device(),
+        links=_links(),
+        actions=actions,
+    )
+
+
 class InferredJob:
     """A job whose microbatches are counted in its first step.
 
@@ -66,7 +102,9 @@ class InferredJob:
     layout       given by the user; None: inferred from the ranks' descriptions
     microbatches of all replicas in a step, given by the user; None: those of this rank's first
                  step times the number of replicas
-    actions      that the loop can take on; an invalid one raises `ContractError`
+    actions      that the loop can take on
+
+    Raises `ContractError` for a name, layout, microbatches or actions that no job can have.
     """
 
     def __init__(
@@ -80,6 +118,7 @@ class InferredJob:
         actions: Collection[str] = (Action.NOTIFY,),
     ) -> None:
         self.name, self._actions = name, Action.ordered(actions)
+        require_valid(name, layout, microbatches, self._actions)
         self.job: Job | None = None
         self.own, self._schedule = own, schedule
         self._layout, self._microbatches = layout, microbatches
@@ -104,21 +143,8 @@ class InferredJob:
             if ranks is None:
                 return None
             layout = layout_of(ranks)
-        each = max(self._passes, 1)
-        chunks = layout.replicas[0].chunks
-        schedule = self._schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B
-        if chunks > 1 and schedule is Schedule.ONE_F_ONE_B:
-            schedule = Schedule.INTERLEAVED
-        self.job = Job(
-            name=self.name,
-            layout=layout,
-            microbatches=self._microbatches or each * layout.dp,
-            schedule=schedule,
-            chunks=chunks,
-            device=_device(),
-            links=_links(),
-            actions=self._actions,
-        )
+        microbatches = self._microbatches or max(self._passes, 1) * layout.dp
+        self.job = _described(self.name, self._schedule, layout, microbatches, self._actions)
         self._others.mark_described()
         return self.job
 

@@ -121,7 +121,8 @@ def instrument(
                   arguments, else from the input's shape
     options       of `Monitor`
 
-    Raises `ContractError` if `target` or `optimizer` is something else.
+    Raises `ContractError` if `target` or `optimizer` is something else, and for a `job`, `layout`,
+    `microbatches` or `actions` that no job can have.
     """
     stages = stages_of(target)
     if not stages and not isinstance(target, torch.nn.Module):

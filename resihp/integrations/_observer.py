@@ -13,7 +13,7 @@ from resihp.hooks import Monitor
 from resihp.hooks._stats import FailureLog
 from resihp.hooks.monitor import DEFAULT_URL
 from resihp.instrumentation import InstrumentedMonitor, instrument
-from resihp.instrumentation._inferred_job import job_name
+from resihp.instrumentation._inferred_job import job_name, require_valid
 
 from ._verdicts import VerdictReader, largest_slowdown, summary
 
@@ -32,7 +32,8 @@ class TrainingObserver:
     No method raises: failures are counted in `monitor.stats`, and logged once. In a `with`
     statement it is closed at the end, with the error that ended the block.
 
-    options       of `resihp.instrument`. Raises `TypeError` for one that it does not have
+    options       of `resihp.instrument`. Raises `TypeError` for one that it does not have, and
+                  `ContractError` for a value that no job can have
     instrument    used in its place
     logging_rank  rank that reads the verdicts and has the trainer's log
     monitor       of the present training, or of the last one; None before the first
@@ -45,7 +46,7 @@ class TrainingObserver:
         *,
         logging_rank: int = 0,
     ) -> None:
-        _check_names(options)
+        _check(options)
         self.monitor: InstrumentedMonitor | None = None
         self._instrument, self._logging_rank = instrument, logging_rank
         self._options = dict(options)
@@ -162,9 +163,15 @@ def _sent(sent: int, dropped: int) -> str:
     return f"{plural(sent, 'record')} sent, {dropped:,} lost"
 
 
-def _check_names(options: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, Any]) -> None:
     known = {*inspect.signature(instrument).parameters, *inspect.signature(Monitor).parameters}
     known -= {"target", "optimizer", "options"}
     for name in options:
         if name not in known:
             raise TypeError(f"there is no option {name!r}, but {sorted(known)}")
+    require_valid(
+        options.get("job") or job_name(),
+        options.get("layout"),
+        options.get("microbatches"),
+        options.get("actions", ()),
+    )

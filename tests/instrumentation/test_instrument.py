@@ -1043,6 +1043,26 @@ def test_other_targets_are_refused(target):
         resihp.instrument(target)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"job": "team/run"},
+        {"job": "x" * 129},
+        {"job": 7},
+        {"microbatches": -3},
+        {"microbatches": 0},
+        {"microbatches": 2.5},
+        {"layout": "x"},
+        {"actions": ("quota",)},
+    ],
+)
+def test_what_no_job_can_have_is_refused(option):
+    wait = torch.distributed.Work.wait
+    with pytest.raises(ContractError):
+        resihp.instrument(Model(), **{"job": "loop", **option})
+    assert torch.distributed.Work.wait is wait
+
+
 def test_other_optimizers_are_refused():
     wait, load = torch.distributed.Work.wait, torch.utils.data.DataLoader.__iter__
     with pytest.raises(ContractError, match="optimizer"):

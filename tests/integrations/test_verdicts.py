@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from resihp.contracts import Advice, ServiceError, Status, Verdict
+from resihp.contracts import Advice, ContractError, ServiceError, Status, Verdict
 from resihp.integrations._observer import TrainingObserver
 from resihp.integrations._verdicts import VerdictReader, largest_slowdown, summary
 
@@ -94,6 +94,12 @@ def test_verdicts_are_read_whatever_becomes_of_the_advice(
 def test_an_unknown_option_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="'lenghts'"):
         TrainingObserver({"lenghts": None})
+
+
+@pytest.mark.parametrize("option", [{"job": "a/b"}, {"microbatches": 0}, {"layout": "x"}])
+def test_an_option_that_no_job_can_have_is_refused_at_once(option: dict[str, object]) -> None:
+    with pytest.raises(ContractError):
+        TrainingObserver(option)
 
 
 def test_a_target_that_cannot_be_observed_is_logged_and_nothing_else(
