@@ -20,6 +20,7 @@ class Patches:
     are removed.
 
     An attribute that somebody else has replaced since is left alone. Owners are not kept alive.
+    Copies and pickles of these hold nothing to undo.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,9 @@ class Patches:
     def add(self, undo: Callable[[], object]) -> None:
         """Call `undo` in `remove`, as the method `remove` of a hook's handle."""
         self._undo.append(undo)
+
+    def __reduce__(self) -> Any:
+        return Patches, ()
 
     @property
     def is_empty(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar
 
 from resihp.client import Client
@@ -30,7 +31,8 @@ class TrainingObserver:
     """Monitor of a training, and on one rank a reader of the verdicts on it.
 
     No method raises: failures are counted in `monitor.stats`, and logged once. In a `with`
-    statement it is closed at the end, with the error that ended the block.
+    statement it is closed at the end, with the error that ended the block. Copies and pickles are
+    observers with the same options and no training.
 
     options       of `resihp.instrument`. Raises `TypeError` for one that it does not have, and
                   `ContractError` for a value that no job can have
@@ -55,6 +57,12 @@ class TrainingObserver:
         self._is_open = False
         self._job = self._url = ""
         self._token: str | None = None
+
+    def __reduce__(self) -> Any:
+        return partial(TrainingObserver, logging_rank=self._logging_rank), (
+            self._options,
+            self._instrument,
+        )
 
     @property
     def reads_verdicts(self) -> bool:

@@ -26,6 +26,10 @@ except ImportError:  # the name below can be imported still; there is no trainer
     _transformers = None
 
 
+_OF_TRAINING = ("_quotas", "_is_waiting", "_begin", "_trainer")
+"""Attributes of a callback that belong to the present training."""
+
+
 class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type: ignore[misc]
     """Names slow ranks while a `Trainer` trains: `Trainer(…, callbacks=[ResiHPCallback()])`.
 
@@ -42,6 +46,18 @@ class ResiHPCallback(getattr(_transformers, "TrainerCallback", object)):  # type
         self._observer = TrainingObserver(options)
         self._patches = Patches()
         self._asked = quotas
+        self._stand_by()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles hold, which are part of no training."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_TRAINING}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._stand_by()
+
+    def _stand_by(self) -> None:
+        """Wait for a trainer to begin."""
         self._quotas: TrainerQuotas | None = None
         self._is_waiting = False
         self._begin: Callable[..., None] = self._observer.begin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 import weakref
@@ -97,6 +98,20 @@ def test_microbatches_are_recorded_and_evaluation_is_not(
     assert [(job.name, job.microbatches) for job in sidecar.jobs] == [("own", 3)]
     assert callback.monitor.stats.failures == 0
     assert "training_step" not in vars(trainer.lightning_module)
+
+
+def test_a_copy_of_a_callback_observes_its_own_training(
+    fit: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    from resihp.integrations.lightning import ResiHPCallback
+
+    callback = ResiHPCallback(client=sidecar, heartbeat_s=0.0)
+    fit(callback, max_steps=1)
+    other = copy.deepcopy(callback)
+    assert other.monitor is None
+    fit(other)
+    assert other._observer.client.passes()[-28:] == PASSES
+    assert other.monitor.stats.failures == 0
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import re
 import time
 from collections.abc import Callable
@@ -234,6 +236,30 @@ def test_a_callback_that_is_removed_amid_training_ends_with_it(
     assert trainer.model._compiled_call_impl is None
     assert Trainer.log is log
     assert sidecar.heartbeats[-1].left
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_callback_amid_training_observes_its_own(
+    copied: Callable[[Any], Any], trainer_of: Callable[..., Any], sidecar: InProcessSidecar
+) -> None:
+    from transformers import TrainerCallback
+
+    from resihp.integrations.transformers import ResiHPCallback
+
+    copies = []
+
+    class Copies(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+            copies.append(copied(callback))
+
+    callback = ResiHPCallback(client=sidecar, job="own", heartbeat_s=0.0)
+    trainer_of(callback, Copies(), max_steps=1).train()
+    (other,) = copies
+    assert callback.monitor is not None
+    assert other.monitor is None
+    trainer_of(other).train()
+    assert other._observer.client.passes()[-28:] == passes(range(4))
+    assert other.monitor.stats.failures == 0
 
 
 def test_a_callback_that_nobody_holds_leaves_the_trainer_as_it_was(
