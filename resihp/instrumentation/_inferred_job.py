@@ -1,10 +1,11 @@
 """Name and layout of a job, from torch.distributed and from what each rank holds.
 
 Each rank writes its tensor-parallel group, pipeline group and stages to the store of the default
-process group, under keys of this job: a process may train several models. Rank 0 reads them all,
-from the thread that sends telemetry and without waiting, and marks there that it has. Each of the
-others looks for that mark alone, until it has seen it, so that the store of a job of thousands of
-ranks has little to do. Training neither takes part in a collective operation nor blocks.
+process group, under keys of this job: a process may train several models, and some of the ranks a
+model of their own. The first rank of the job reads them all, from the thread that sends telemetry
+and without waiting, and marks there that it has. Each of the others looks for that mark alone,
+until it has seen it, so that the store of a job of thousands of ranks has little to do. Training
+neither takes part in a collective operation nor blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from threading import Thread
 from time import monotonic
@@ -30,7 +31,7 @@ from resihp.layout.rank_groups import RankDescription, layout_of
 _KEY = "resihp/instrument"
 _PATIENCE_S = 60.0
 """Time after which ranks that have not described themselves are taken for data-parallel ones, and
-rank 0 is no longer waited for."""
+the first rank is no longer waited for."""
 _ANSWER_S = 1.0
 """Time for which the store's answer is awaited; the store of a host that hangs gives none."""
 
@@ -38,14 +39,15 @@ _jobs: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """Number of this process's jobs of each name that have described themselves in a store."""
 
 
-def job_name() -> str:
+def job_name(members: tuple[int, ...] | None = ()) -> str:
     """Return RESIHP_JOB, else the name of the run in a worker of Ray Train, else the launcher's
-    run id and the script's name."""
+    run id and the script's name, with the first of the `members` where those are not all ranks."""
     name = os.environ.get("RESIHP_JOB") or _run_of_ray()
     if name:
         return acceptable_name(name)
     script = Path(sys.argv[0] or "job").stem or "job"
-    return name_of_run(script, os.environ.get("TORCHELASTIC_RUN_ID", "none"))
+    name = name_of_run(script, os.environ.get("TORCHELASTIC_RUN_ID", "none"))
+    return f"{name[:100]}-rank{members[0]}" if members else name
 
 
 def _run_of_ray() -> str | None:
@@ -98,7 +100,8 @@ class InferredJob:
 
     name         of the job
     own          this rank's description
-    job          on rank 0, once it is known
+    job          on the first rank of the layout, once it is known
+    warn         called, at most once, with kind and text of a warning
     layout       given by the user; None: inferred from the ranks' descriptions
     microbatches of all replicas in a step, given by the user; None: those of this rank's first
                  step times the number of replicas
@@ -120,6 +123,7 @@ class InferredJob:
         self.name, self._actions = name, Action.ordered(actions)
         require_valid(name, layout, microbatches, self._actions)
         self.job: Job | None = None
+        self.warn: Callable[[str, str], object] = _say_nothing
         self.own, self._schedule = own, schedule
         self._layout, self._microbatches = layout, microbatches
         self._passes = 0
@@ -134,22 +138,35 @@ class InferredJob:
             self._passes = passes // self.own.chunks
 
     def describe(self, *, now: bool) -> Job | None:
-        """Return the job on rank 0; None while the first step lasts or other ranks are awaited."""
-        if self.own.rank or (self._microbatches is None and not self._passes and not now):
+        """Return the job on its first rank; None while the first step lasts or other ranks are
+        awaited."""
+        layout, others = self._layout, self._others
+        if self.own.rank != (others.members[0] if layout is None else min(layout.ranks)):
             return None
-        layout = self._layout
+        if self._microbatches is None and not self._passes and not now:
+            return None
+        accept_missing = now or self._is_late()
+        if layout is None and not (accept_missing or others.are_told_apart()):
+            return None
+        if layout is None and others.join():
+            self.warn(
+                "members",
+                f"several groups of ranks train {self.name!r}: all ranks are taken for members of "
+                "one job; give models of their own their own `job=`, or give `layout=`",
+            )
+            return self.describe(now=now)
         if layout is None:
-            ranks = self._others.read(accept_missing=now or self._is_late())
+            ranks = others.read(accept_missing=accept_missing)
             if ranks is None:
                 return None
             layout = layout_of(ranks)
         microbatches = self._microbatches or max(self._passes, 1) * layout.dp
         self.job = _described(self.name, self._schedule, layout, microbatches, self._actions)
-        self._others.mark_described()
+        others.mark_described()
         return self.job
 
     def is_described(self) -> bool:
-        """Return whether rank 0 has described the job, or is not waited for any more."""
+        """Return whether the first rank has described the job, or is not waited for any more."""
         return self._is_late() or self._others.is_described()
 
     def _is_late(self) -> bool:
@@ -159,7 +176,7 @@ class InferredJob:
 
 
 class _Descriptions:
-    """Descriptions of all ranks in the store of the default process group.
+    """Descriptions of the members of a job in the store of the default process group.
 
     Without such a group all ranks of the launcher are taken for data-parallel ones.
 
@@ -183,18 +200,43 @@ class _Descriptions:
         self._key = f"{_KEY}/{name}/{number}"
         self._described = f"{self._key}/described"
         self._is_described = self._store is None
+        self._some = own.members or ()
         self._asking: Thread | None = None
 
+    @property
+    def members(self) -> Sequence[int]:
+        """Ranks of the job, in order."""
+        return self._some or range(self._world)
+
+    def are_told_apart(self) -> bool:
+        """Return whether the ranks beside the members have described themselves for some job."""
+        others = [f"{_KEY}/{rank}" for rank in self._beside()]
+        return not others or self._store is None or bool(self._store.check(others))
+
+    def join(self) -> bool:
+        """Take all ranks for members if one beside them has described itself for a job of this
+        name, as where each group has a share of one model; return whether."""
+        is_shared = self._store is not None and any(
+            self._store.check([f"{self._key}/{rank}"]) for rank in self._beside()
+        )
+        if is_shared:
+            self._some = ()
+        return is_shared
+
+    def _beside(self) -> list[int]:
+        return sorted(set(range(self._world)).difference(self.members))
+
     def publish(self) -> None:
-        """Write this rank's description."""
+        """Write this rank's description, and that it has written one."""
         if self._store is not None:
             one = self._own
             text = json.dumps([one.tensor, one.pipeline, one.stages, one.chunks])
             self._store.set(f"{self._key}/{one.rank}", text)
+            self._store.set(f"{_KEY}/{one.rank}", "1")
 
     def read(self, *, accept_missing: bool) -> list[RankDescription] | None:
         """Return all descriptions; None while one is missing, unless it may be."""
-        own, ranks = self._own, range(self._world)
+        own, ranks = self._own, self.members
         missing = [RankDescription(rank, (rank,)) for rank in ranks]
         if self._store is None or own.is_alone:
             return missing
@@ -202,8 +244,8 @@ class _Descriptions:
         if not accept_missing and not self._store.check(keys):
             return None
         return [
-            _parsed(rank, self._store.get(key)) if self._store.check([key]) else missing[rank]
-            for rank, key in zip(ranks, keys, strict=True)
+            _parsed(one.rank, self._store.get(key)) if self._store.check([key]) else one
+            for one, key in zip(missing, keys, strict=True)
         ]
 
     def mark_described(self) -> None:
@@ -228,6 +270,9 @@ class _Descriptions:
             self._is_described = bool(self._store.check([self._described]))
         except Exception:  # noqa: BLE001 the boundary: nobody can set the mark any more
             self._is_described = True
+
+
+def _say_nothing(kind: str, text: str) -> None: ...
 
 
 def _parsed(rank: int, text: bytes) -> RankDescription:

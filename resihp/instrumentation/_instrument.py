@@ -56,7 +56,7 @@ class InstrumentedMonitor(Monitor):
 
     @property
     def job(self) -> Job | None:
-        """Job as rank 0 registers it at the sidecar; None before, and on other ranks."""
+        """Job as its first rank registers it at the sidecar; None before, and on other ranks."""
         return self._inferred.job
 
     def remove(self) -> None:
@@ -110,8 +110,10 @@ def instrument(
                   schedule or stage of `torch.distributed.pipelining`, or an engine of DeepSpeed
     optimizer     whose update ends a step, or several; others that hold parameters of theirs count
                   too; None: any that holds parameters of `target`; an engine's own in any case
-    job           name; default RESIHP_JOB, else the launcher's run id and the script's name
-    layout        of all ranks; default from process groups, device meshes and stages
+    job           name; default RESIHP_JOB, else the launcher's run id and the script's name, with
+                  the first rank of a model that some of the ranks train
+    layout        of the ranks that train the model; default from process groups, device meshes and
+                  stages
     microbatches  in a step, over all replicas; default those of the first step
     actions       that the loop can take on, of `resihp.contracts.Action`: "quotas" where it takes
                   its microbatches from `Quotas`; default: verdicts and advice, and no plans
@@ -186,7 +188,12 @@ def monitor_of(
     except Exception as error:  # noqa: BLE001 the boundary: the rank counts as a replica
         unknown = error
     inferred = InferredJob(
-        job or job_name(), own, schedule, layout=layout, microbatches=microbatches, actions=actions
+        job or job_name(own.members),
+        own,
+        schedule,
+        layout=layout,
+        microbatches=microbatches,
+        actions=actions,
     )
     monitor = InstrumentedMonitor(job=inferred, url=url, token=token, rank=rank, **options)
     failures = monitor._recording.failures
@@ -199,6 +206,13 @@ def monitor_of(
             f"there is no process group yet: all {world} ranks are taken for data-parallel ones, "
             "call `instrument` after `init_process_group`, or give it `layout=`",
         )
+    if own.members is None and layout is None:
+        failures.warn_once(
+            "members",
+            "the groups of the model do not tell which ranks train it: all are taken for members "
+            "of its job, give `layout=` if they are fewer",
+        )
+    inferred.warn = failures.warn_once
     can_wait = queue_callback() is not None
     timer = PassTimer(monitor._recording, monitor.between_steps, measures_waiting=can_wait)
     timer.on_step_end = inferred.count

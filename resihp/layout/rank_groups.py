@@ -15,6 +15,8 @@ class RankDescription:
     tensor    ranks of its tensor-parallel group, in order
     pipeline  ranks of its pipeline in the order of their stages; () without a pipeline
     stages    number of all stages of the pipeline; chunks: those that this rank holds
+    members   ranks that train the model, in order; () for all that there are, None where that is
+              not known, and all are taken for members
     """
 
     rank: int
@@ -22,6 +24,7 @@ class RankDescription:
     pipeline: tuple[int, ...] = ()
     stages: int = 1
     chunks: int = 1
+    members: tuple[int, ...] | None = ()
 
     @property
     def is_alone(self) -> bool:

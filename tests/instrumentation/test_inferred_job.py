@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import sys
 import threading
+from importlib import import_module
+from math import prod
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import resihp
-from resihp.contracts import Action, Layout, Schedule
+from resihp.contracts import Action, Layout, Replica, Schedule, Stage
 from resihp.instrumentation._inferred_job import InferredJob, _jobs, job_name
+from resihp.instrumentation._parallelism import describe_module
 from resihp.layout.rank_groups import RankDescription, layout_of
 from tests.hooks.conftest import Sidecar
 
@@ -174,6 +181,149 @@ def test_rank_0_alone_reads_the_descriptions():
     assert job.layout == layout
     assert all(job.is_described() for job in others)
     assert store.reads == 4
+
+
+def of_group(store, name: str, rank: int, members: tuple[int, ...]) -> InferredJob:
+    """The job on a rank of `members`, of four ranks whose store is `store`, after a step."""
+    own = RankDescription(rank, (rank,), members=members)
+    job = InferredJob(name, own, Schedule.ONE_F_ONE_B, layout=None, microbatches=None)
+    job._others._store, job._others._world, job._others._is_described = store, 4, False
+    job.count(3)
+    return job
+
+
+def test_models_on_different_ranks_are_jobs_of_their_own():
+    store = CountingStore()
+    groups = {"actor": (0, 1), "critic": (2, 3)}
+    jobs = [of_group(store, name, rank, ranks) for name, ranks in groups.items() for rank in ranks]
+    actor, of_actor, critic, of_critic = jobs
+    for job in (critic, of_critic, actor):
+        job._others.publish()
+    assert critic.describe(now=False) is None  # rank 1 may have the same name
+    of_actor._others.publish()
+    assert critic.describe(now=False).layout.ranks == (2, 3)
+    assert critic.job.microbatches == 6
+    assert of_critic.describe(now=False) is None
+    assert of_critic.is_described()
+    assert not of_actor.is_described()
+    assert actor.describe(now=False).layout.ranks == (0, 1)
+
+
+def test_groups_that_share_a_name_are_one_job():
+    store, told = CountingStore(), []
+    jobs = [of_group(store, "j", rank, ((0, 2), (1, 3))[rank % 2]) for rank in range(4)]
+    for job in jobs:
+        job._others.publish()
+        job.warn = lambda *warning: told.append(warning)
+    first, *others = jobs
+    assert [job.describe(now=False) for job in others] == [None] * 3
+    assert first.describe(now=False).layout.ranks == (0, 1, 2, 3)
+    assert all(job.is_described() for job in others)
+    assert len(told) == 2  # by the first rank of each
+
+
+def test_what_is_given_is_described_by_its_first_rank():
+    layout = Layout((Replica((Stage((2,), (0, 1)),)), Replica((Stage((3,), (0, 1)),))))
+    jobs = []
+    for rank in (0, 2, 3):
+        own = RankDescription(rank, (rank,))
+        jobs.append(InferredJob("j", own, Schedule.ONE_F_ONE_B, layout=layout, microbatches=2))
+    assert [job.describe(now=False) is not None for job in jobs] == [False, True, False]
+
+
+@pytest.fixture
+def world():
+    """Function that makes a process group of eight ranks, of which this process is the given one.
+    Its collectives do nothing."""
+    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    distributed = torch.distributed
+
+    def begin(rank: int = 0) -> None:
+        store = distributed.HashStore()
+        distributed.init_process_group("fake", store=store, rank=rank, world_size=8)
+
+    yield begin
+    distributed.destroy_process_group()
+
+
+def replicated(*ranks: int) -> torch.nn.Module:
+    group = torch.distributed.new_group(ranks)
+    return DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+
+
+def sharded(mesh) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def tensor_parallel(mesh) -> torch.nn.Module:
+    return parallelize_module(
+        torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()}
+    )
+
+
+def grid(*shape: int):
+    names = ("dp", "tp")[: len(shape)]
+    ranks = torch.arange(prod(shape)).reshape(shape)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names)
+
+
+def tensor_parallel_and_sharded(mesh) -> torch.nn.Module:
+    model = tensor_parallel(mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+MEMBERS = [
+    (lambda: torch.nn.Linear(4, 4), ()),
+    (lambda: replicated(*range(8)), ()),
+    (lambda: replicated(0, 1), (0, 1)),
+    (lambda: replicated(0, 4), (0, 4)),
+    (lambda: torch.nn.Sequential(replicated(0, 1), replicated(0, 2)), None),
+    (lambda: torch.nn.Sequential(replicated(0, 1), tensor_parallel(grid(4))), None),
+    (lambda: torch.nn.Sequential(replicated(0, 1), replicated(*range(8))), ()),
+    (lambda: sharded(grid(8)), ()),
+    (lambda: sharded(grid(4)), (0, 1, 2, 3)),
+    (lambda: sharded(grid(2, 4)), ()),
+    (lambda: sharded(grid(2, 2)), (0, 1, 2, 3)),
+    (lambda: sharded(grid(2, 4)["tp"]), None),
+    (lambda: tensor_parallel(grid(4)), None),
+    (lambda: tensor_parallel(grid(8)), ()),
+    (lambda: tensor_parallel_and_sharded(grid(2, 4)), ()),
+    (lambda: tensor_parallel_and_sharded(grid(2, 2)), (0, 1, 2, 3)),
+]
+
+
+def test_ranks_that_train_a_model_are_those_of_its_groups(world):
+    world()
+    found = [describe_module([model()], 0).members for model, _ in MEMBERS]
+    assert found == [members for _, members in MEMBERS]
+
+
+def test_a_model_of_some_ranks_has_a_job_of_its_own(world, monkeypatch):
+    world(rank=2)
+    monkeypatch.delenv("RESIHP_JOB", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monitor = resihp.instrument(replicated(2, 3), client=Sidecar(), share_sender=False)
+    job = monitor._inferred.describe(now=True)
+    monitor.remove()
+    monitor.close()
+    assert (job.name, job.layout.ranks) == ("train-rank2", (2, 3))
+
+
+def test_groups_that_do_not_tell_the_ranks_of_a_model_are_told(world, caplog):
+    world()
+    model = torch.nn.Sequential(replicated(0, 1), replicated(0, 2))
+    for layout in (Layout.grid(dp=4, pp=1, tp=1, layers=1), None):
+        assert "give `layout=`" not in caplog.text
+        monitor = resihp.instrument(
+            model, job="j", layout=layout, client=Sidecar(), share_sender=False
+        )
+        monitor.remove()
+        monitor.close()
+    assert caplog.text.count("give `layout=`") == 1
 
 
 def another(store) -> InferredJob:
