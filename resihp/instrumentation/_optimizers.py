@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.optim.optimizer import (
@@ -32,8 +32,10 @@ class OptimizerSteps:
     to no step. A step whose update a gradient scaler skips ends as well.
 
     optimizer   whose updates count, or several, and with them every optimizer that holds a
-                parameter of theirs: one that they wrap, or that is made in their place; None: every
-                one that holds a parameter of `models`. None of these is kept alive
+                parameter of theirs, or one of the same name in `models`: one that they wrap, or
+                that is made in their place; None: every one that holds a parameter of `models`.
+                None of these is kept alive, and to parameters not even weak references are kept:
+                torch swaps none that has one, as `to` does of DTensors
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class OptimizerSteps:
         self._timer = timer
         given = _unwrapped(optimizer)
         self._known = WeakKeyDictionary({one: (len(one.param_groups), True) for one in given})
-        self._given = [ref(parameter) for one in given for parameter in _parameters(one)]
-        self._models = [ref(model) for model in models]
+        self._given = WeakSet(given)
+        held, names_of = self._given_parameters(), timer.safely(_names)
+        self._models = [(ref(model), names_of(model, held) or set()) for model in models]
         self.before, self.after = timer.safely(self._before), timer.safely(self._after)
         with lock:
             if not _hooks:
@@ -78,10 +81,16 @@ class OptimizerSteps:
 
     def _held(self) -> set[int]:
         """Return the identities of the parameters whose updates count."""
-        if self._given:
-            return {id(parameter) for one in self._given if (parameter := one()) is not None}
-        models = [model for one in self._models if (model := one()) is not None]
-        return {id(parameter) for model in models for parameter in model.parameters()}
+        models = [(model, names) for one, names in self._models if (model := one()) is not None]
+        held = self._given_parameters()
+        for model, names in models:
+            held.update(
+                id(parameter) for name, parameter in model.named_parameters() if name in names
+            )
+        return held or {id(parameter) for model, _ in models for parameter in model.parameters()}
+
+    def _given_parameters(self) -> set[int]:
+        return {id(parameter) for one in self._given for parameter in _parameters(one)}
 
     def _with_skipped_updates(self, step: Any) -> Any:
         @self._timer.safely
@@ -114,6 +123,11 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names(model: torch.nn.Module, held: set[int]) -> set[str]:
+    """Return the names of those parameters of a model whose identities are `held`."""
+    return {name for name, parameter in model.named_parameters() if id(parameter) in held}
 
 
 def _unwrapped(optimizer: Any) -> list[Optimizer]:

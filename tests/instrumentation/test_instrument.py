@@ -1146,6 +1146,26 @@ def test_an_optimizer_that_is_made_in_place_of_the_given_one_counts(observe):
     assert loop.passes() == one_step(0) + one_step(1)
 
 
+@pytest.fixture
+def swaps():
+    """Conversions of modules swap parameters, as they always do with DTensors."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_parameters_may_be_swapped(observe, no_collection, swaps, is_removed):
+    loop = observe()
+    loop.step()
+    if is_removed:
+        loop.monitor.remove()
+    loop.model.double().float()
+    loop.model.load_state_dict(Model().state_dict())
+    loop.step()
+    assert loop.passes() == one_step(0) + ([] if is_removed else one_step(1))
+
+
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_updates_that_are_never_seen_are_told_once(observe, monkeypatch, caplog, by_hand):
     monkeypatch.setattr("resihp.instrumentation._pass_timer._MANY_PASSES", 3)
