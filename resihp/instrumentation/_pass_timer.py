@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from math import nan
 from threading import get_ident
@@ -58,7 +59,7 @@ class PassTimer:
         self.under_way: Span | None = None
         self.op = -1
         self._step: StepSpan | None = None
-        self._ends_with_backward = False
+        self._ends_with_backward = self._is_backward_seen = False
         self._halves: dict[tuple[int, int], Span] = {}
 
     def begin(self, op: int, *, chunk: int = 0, index: int = -1, work: Work | None = None) -> int:
@@ -85,6 +86,8 @@ class PassTimer:
                 self._warn_of_no_update()
             if self._data_ns:
                 self._record_data()
+        elif op == BACKWARD:
+            self._is_backward_seen = True
         recording.pass_thread = get_ident()  # autograd may use a thread of its own
         device = recording.device
         self._stream = -1 if device is None else device.stream()
@@ -178,10 +181,13 @@ class PassTimer:
         self._between_steps = _nothing  # which holds the monitor, and that this timer
 
     def safely(self, callback: Callable[[*Ts], R]) -> Callable[[*Ts], R | None]:
-        """Return `callback` for use in training code: its failure is counted, not raised."""
-        failures = self.recording.failures
+        """Return `callback` for use in training code: its failure is counted, not raised. The
+        compiler, which traces the hooks of gradients too, sees nothing of it."""
+        failures, compiling = self.recording.failures, torch.compiler.is_compiling
 
         def call(*args: *Ts) -> R | None:
+            if compiling():  # a constant for the compiler
+                return None
             try:
                 return callback(*args)
             except Exception as error:  # noqa: BLE001 the boundary: training goes on
@@ -274,6 +280,13 @@ class PassTimer:
 
     def _report_passes(self) -> None:
         self._most_passes = max(self._most_passes, self._passes)
+        if self._passes and not self._is_backward_seen and _is_autograd_compiled():
+            self.recording.failures.warn_once(
+                "compiled autograd",
+                "compiled autograd runs the backward passes, which are not timed under it: slow "
+                "devices may not be found",
+            )
+        self._is_backward_seen = False
         if self._passes and self.on_step_end is not None:
             self.on_step_end(self._passes)
         self._passes, self._counted_step = 0, self.recording.step
@@ -301,6 +314,12 @@ class PassTimer:
 
 
 def _nothing() -> None: ...
+
+
+def _is_autograd_compiled() -> bool:
+    """Return whether a backward pass of this process was compiled, as torch counts it."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return bool(counters.get("compiled_autograd"))
 
 
 def _is_step(span: Span) -> bool:

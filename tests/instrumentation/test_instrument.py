@@ -501,6 +501,25 @@ def test_a_compiled_update_compiles_nothing_of_the_observation(observe, recwarn)
     assert not any("Dynamo does not know how to trace" in str(one.message) for one in recwarn)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own
+def test_compiled_autograd_sees_nothing_of_the_observation(observe, caplog):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    loop = observe()
+    loop.step()
+    compiler = torch.compile(backend="eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        for _ in range(2):
+            loop.step(microbatches=2)
+    assert caplog.text.count("compiled autograd") == 1
+    loop.step()
+    forward_alone = [(FORWARD, 0), (FORWARD, 1), (OPTIMIZER, -1)]
+    compiled = [(step, *each) for step in (1, 2) for each in forward_alone]
+    assert loop.passes() == one_step(0) + compiled + one_step(3)
+    assert loop.monitor.stats.failures == 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 def test_torch_without_a_place_for_compiled_calls(observe, monkeypatch):
     monkeypatch.delattr(torch.nn.Module, "_compiled_call_impl")
     monkeypatch.setattr(torch.nn.Module, "__call__", torch.nn.Module._call_impl)
