@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import islice
+from threading import get_ident
 from typing import Any
 from weakref import ref
 
@@ -90,7 +91,7 @@ class ModulePasses:
                     failures.add("instrumentation", error)
                 output = run(*args, **kwargs)
             except BaseException:
-                if timer.op == FORWARD:
+                if timer.op == FORWARD and timer.thread == get_ident():
                     timer.drop()
                 raise
             if index >= 0:
@@ -160,9 +161,11 @@ class ModulePasses:
             work = work_of_call(args, kwargs, self._lengths, self._names)
         except Exception as error:  # noqa: BLE001 the pass is timed without its work
             timer.recording.failures.add("instrumentation", error)
-        index = self._index = timer.begin(FORWARD, work=work)
-        self._is_over = False
-        if work is None and index >= 0:
+        index = timer.begin(FORWARD, work=work)
+        if index < 0:
+            return -1
+        self._index, self._is_over = index, False
+        if work is None:
             timer.recording.failures.warn_once(
                 "work",
                 "the arguments of a forward pass tell no work: give `instrument` `lengths=`, or "
@@ -171,7 +174,7 @@ class ModulePasses:
         return index
 
     def _after(self, index: int, output: Any) -> None:
-        if self._is_over:
+        if self._is_over or self._timer.thread != get_ident():  # one of another thread follows
             return
         if self._timer.op != FORWARD and not self._timer.is_stopped:
             self._timer.recording.failures.warn_once(

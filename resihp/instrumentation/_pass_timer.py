@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from math import nan
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import torch
@@ -36,12 +36,16 @@ class PassTimer:
 
     A step begins with its first pass and ends with `end_update`, unless the user's code encloses
     steps in `monitor.step()` blocks of its own. A pass that an exception ended leaves no record.
-    Passes inside a block of the user's are left to that block.
+    Passes inside a block of the user's are left to that block. Forward passes are those of one
+    thread, the first that runs any: another one may call the model too, as an actor does. Its
+    backward passes may run in autograd's threads. After an update by another thread, and in a step
+    of the user's, the next forward pass tells the thread anew.
 
     measures_waiting  whether all waiting for other ranks is seen; where it is not, the waiting of
                       passes is unknown instead of 0
     on_step_end       called at the end of each step with the number of its forward passes
     is_stopped        whether no pass begins any more
+    thread            that of the forward passes; 0 if none is known
     under_way         the pass under way, or one that raised since, and `op` its kind; -1 if none
     """
 
@@ -59,44 +63,50 @@ class PassTimer:
         self.under_way: Span | None = None
         self.op = -1
         self._step: StepSpan | None = None
+        self.thread = 0
+        self._lock = RLock()  # another thread may end a step while this one begins a pass
         self._ends_with_backward = self._is_backward_seen = False
         self._halves: dict[tuple[int, int], Span] = {}
 
     def begin(self, op: int, *, chunk: int = 0, index: int = -1, work: Work | None = None) -> int:
         """Begin a pass; return its microbatch. `index` -1: the number of earlier forward passes of
-        this step; -1 is returned for a pass that is left to the user's block, and after `stop`."""
+        this step; -1 is returned for a pass that is left to the user's block, for one of another
+        thread, and after `stop`."""
         if self.is_stopped:
             return -1
-        recording = self.recording
-        if self.under_way is not None:
-            self.drop()
-        outer = recording.open
-        if outer is None:
-            self._step = StepSpan(recording, self._between_steps)
-            self._step.__enter__()
-        elif outer.microbatch >= 0 or outer.op != FORWARD:  # as `_is_step`, without a call
+        recording, thread = self.recording, get_ident()
+        if op == FORWARD and thread != self.thread and not self._claims(thread):
             return -1
-        if recording.step != self._counted_step:
-            self._report_passes()
-        if index < 0 and op != OPTIMIZER:
-            index = self._passes
-        if op == FORWARD:
-            self._passes += 1
-            if self._passes >= _MANY_PASSES and self._step is not None:
-                self._warn_of_no_update()
-            if self._data_ns:
-                self._record_data()
-        elif op == BACKWARD:
-            self._is_backward_seen = True
-        recording.pass_thread = get_ident()  # autograd may use a thread of its own
-        device = recording.device
-        self._stream = -1 if device is None else device.stream()
-        span = recording.kind(recording, op, index, chunk, -1, work)
-        span.__enter__()
-        if self.measures_waiting:
-            span.measure_waiting()
-        self.under_way, self.op = span, op
-        return index
+        with self._lock:
+            if self.under_way is not None:
+                self.drop()
+            outer = recording.open
+            if outer is None:
+                self._step = StepSpan(recording, self._between_steps)
+                self._step.__enter__()
+            elif outer.microbatch >= 0 or outer.op != FORWARD:  # as `_is_step`, without a call
+                return -1
+            if recording.step != self._counted_step:
+                self._report_passes()
+            if index < 0 and op != OPTIMIZER:
+                index = self._passes
+            if op == FORWARD:
+                self._passes += 1
+                if self._passes >= _MANY_PASSES and self._step is not None:
+                    self._warn_of_no_update()
+                if self._data_ns:
+                    self._record_data()
+            elif op == BACKWARD:
+                self._is_backward_seen = True
+            recording.pass_thread = thread  # autograd may use one of its own
+            device = recording.device
+            self._stream = -1 if device is None else device.stream()
+            span = recording.kind(recording, op, index, chunk, -1, work)
+            span.__enter__()
+            if self.measures_waiting:
+                span.measure_waiting()
+            self.under_way, self.op = span, op
+            return index
 
     def identify(self, *, chunk: int, index: int, work: Work | None = None) -> None:
         """Say which pass is under way, and that this thread runs it, where that was not known as it
@@ -109,11 +119,12 @@ class PassTimer:
 
     def end(self) -> None:
         """End the pass under way."""
-        span = self.under_way
-        if span is None:
-            return
-        self.under_way, self.op = None, -1
-        span.__exit__(None, None, None)
+        with self._lock:
+            span = self.under_way
+            if span is None:
+                return
+            self.under_way, self.op = None, -1
+            span.__exit__(None, None, None)
         if self._ends_with_backward and span.op == BACKWARD:
             self._end_step()
 
@@ -139,11 +150,12 @@ class PassTimer:
 
     def drop(self) -> None:
         """End the pass under way, if there is one, without a record."""
-        span = self.under_way
-        if span is not None:
-            self._passes -= span.op == FORWARD
-            span.leave_if_open()  # not so after the end of the user's step block
-            self.under_way, self.op = None, -1
+        with self._lock:
+            span = self.under_way
+            if span is not None:
+                self._passes -= span.op == FORWARD
+                span.leave_if_open()  # not so after the end of the user's step block
+                self.under_way, self.op = None, -1
 
     def begin_update(self) -> None:
         """Begin the optimizer's update; that of a parameter inside its backward pass is part of
@@ -168,11 +180,13 @@ class PassTimer:
             self.end()
         if self.under_way is None:
             self._end_step()
+        self._release()
 
     def end_step(self) -> None:
         """End the step where no update ends it, as one that a gradient scaler skipped."""
         self.drop()
         self._end_step()
+        self._release()
 
     def stop(self) -> None:
         """End the step, and begin no pass from now on, as of outputs from before."""
@@ -306,11 +320,27 @@ class PassTimer:
         for half in self._halves.values():
             self.recording.put(half)
         self._halves.clear()
-        if self._step is None:
-            return
-        step, self._step = self._step, None
-        step.__exit__(None, None, None)
-        self._report_passes()
+        with self._lock:
+            if self._step is None:
+                return
+            self.drop()  # what another thread has begun
+            step, self._step = self._step, None
+            step.__exit__(None, None, None)
+            self._report_passes()
+
+    def _claims(self, thread: int) -> bool:
+        """Return whether the forward passes are those of this thread from now on."""
+        recording = self.recording
+        with self._lock:
+            is_step_by_hand = recording.open is not None and recording.step != self._counted_step
+            if not self.thread or is_step_by_hand:
+                self.thread = thread
+            return self.thread == thread
+
+    def _release(self) -> None:
+        """Forget the thread of the forward passes if updates are made by another one."""
+        if self.thread != get_ident():
+            self.thread = 0
 
 
 def _nothing() -> None: ...

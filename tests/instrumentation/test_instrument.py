@@ -390,6 +390,83 @@ def test_other_models_and_optimizers_are_left_alone(observe):
     assert loop.passes() == one_step(0)
 
 
+def in_another_thread(call):
+    failed = []
+
+    def run():
+        try:
+            call()
+        except ValueError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return failed
+
+
+@pytest.mark.parametrize("broken", [True, False])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_passes_of_another_thread_are_left_out(observe, by_hand, broken):
+    """Those of an actor, which calls the model with gradients while the loop trains it."""
+    x = torch.ones(2, 3, 4)
+    loop = observe()
+
+    def act():
+        loop.model.broken = broken
+        assert len(in_another_thread(lambda: loop.model(x).sum().backward())) == broken
+        loop.model.broken = False
+
+    for _ in range(2):
+        with loop.monitor.step() if by_hand else contextlib.nullcontext():
+            loss = loop.model(x).sum()
+            act()
+            loss.backward()
+            act()
+            loop.optimizer.step()
+        act()
+    assert loop.passes() == one_step(0) + one_step(1)
+    assert loop.monitor.stats.failures == 0
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_loop_that_goes_on_in_another_thread_is_observed(observe, by_hand):
+    loop = observe()
+
+    def train():
+        for _ in range(2):
+            with loop.monitor.step() if by_hand else contextlib.nullcontext():
+                loop.step()
+
+    in_another_thread(train)
+    train()
+    steps = range(3 + by_hand)
+    assert loop.passes() == [each for step in steps for each in one_step(step)]
+
+
+def test_a_pass_of_another_thread_that_a_step_ends_under_does_not_outlive_it(observe, hands):
+    x = torch.ones(2, 3, 4)
+    began, go_on = threading.Event(), threading.Event()
+
+    def wait(y):
+        if threading.current_thread() is actor:
+            began.set()
+            assert go_on.wait(30.0)
+        return y
+
+    loop = observe(Model(wait))
+    actor = threading.Thread(target=lambda: loop.model(x))
+    actor.start()
+    assert began.wait(30.0)
+    loop.step()
+    loop.model.form = lambda y: (go_on.set(), actor.join(), y)[2]
+    loop.step()
+    loop.step()
+    assert loop.monitor.current_step == 3
+    assert loop.passes()[-6:] == one_step(1) + one_step(2)
+    assert loop.monitor.stats.failures == 0
+
+
 def test_a_model_that_refuses_changes_of_its_attributes(observe, monkeypatch):
     def refuse(model, name, *value):
         raise AttributeError(f"{name} stays as it is")
