@@ -47,7 +47,7 @@ class OptimizerSteps:
     ) -> None:
         self._timer = timer
         given = _unwrapped(optimizer)
-        self._known = WeakKeyDictionary({one: (len(one.param_groups), True) for one in given})
+        self._known = WeakKeyDictionary({one: (len(one.param_groups), True, 0) for one in given})
         self._given = WeakSet(given)
         held, names_of = self._given_parameters(), timer.safely(_names)
         self._models = [(ref(model), names_of(model, held) or set()) for model in models]
@@ -71,12 +71,14 @@ class OptimizerSteps:
             self._timer.end_update()
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        groups = len(optimizer.param_groups)  # which a loop may add to
-        known_groups, counts = self._known.get(optimizer, (-1, False))
-        if groups != known_groups:
+        """Return whether updates of an optimizer count. One that did not is looked at again where a
+        step has twice the forward passes of then: parameters may have been replaced since."""
+        groups, passes = len(optimizer.param_groups), self._timer.passes  # a loop may add groups
+        known_groups, counts, next_passes = self._known.get(optimizer, (-1, False, 0))
+        if groups != known_groups or (not counts and passes >= next_passes):
             held = self._held()
             counts = any(id(parameter) in held for parameter in _parameters(optimizer))
-            self._known[optimizer] = groups, counts
+            self._known[optimizer] = groups, counts, max(1, 2 * passes)
         return counts
 
     def _held(self) -> set[int]:

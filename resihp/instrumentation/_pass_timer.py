@@ -45,6 +45,7 @@ class PassTimer:
                       passes is unknown instead of 0
     on_step_end       called at the end of each step with the number of its forward passes
     is_stopped        whether no pass begins any more
+    passes            forward passes of the step under way
     thread            that of the forward passes; 0 if none is known
     under_way         the pass under way, or one that raised since, and `op` its kind; -1 if none
     """
@@ -55,7 +56,7 @@ class PassTimer:
         self.recording = recording
         self.measures_waiting = measures_waiting
         self.on_step_end: Callable[[int], None] | None = None
-        self._passes = self._most_passes = self._counted_step = 0
+        self.passes = self._most_passes = self._counted_step = 0
         self.is_stopped = False
         self._between_steps = between_steps
         self._stream = -1
@@ -89,10 +90,10 @@ class PassTimer:
             if recording.step != self._counted_step:
                 self._report_passes()
             if index < 0 and op != OPTIMIZER:
-                index = self._passes
+                index = self.passes
             if op == FORWARD:
-                self._passes += 1
-                if self._passes >= _MANY_PASSES and self._step is not None:
+                self.passes += 1
+                if self.passes >= _MANY_PASSES and self._step is not None:
                     self._warn_of_no_update()
                 if self._data_ns:
                     self._record_data()
@@ -153,7 +154,7 @@ class PassTimer:
         with self._lock:
             span = self.under_way
             if span is not None:
-                self._passes -= span.op == FORWARD
+                self.passes -= span.op == FORWARD
                 span.leave_if_open()  # not so after the end of the user's step block
                 self.under_way, self.op = None, -1
 
@@ -293,24 +294,24 @@ class PassTimer:
         ))  # fmt: skip
 
     def _report_passes(self) -> None:
-        self._most_passes = max(self._most_passes, self._passes)
-        if self._passes and not self._is_backward_seen and _is_autograd_compiled():
+        self._most_passes = max(self._most_passes, self.passes)
+        if self.passes and not self._is_backward_seen and _is_autograd_compiled():
             self.recording.failures.warn_once(
                 "compiled autograd",
                 "compiled autograd runs the backward passes, which are not timed under it: slow "
                 "devices may not be found",
             )
         self._is_backward_seen = False
-        if self._passes and self.on_step_end is not None:
-            self.on_step_end(self._passes)
-        self._passes, self._counted_step = 0, self.recording.step
+        if self.passes and self.on_step_end is not None:
+            self.on_step_end(self.passes)
+        self.passes, self._counted_step = 0, self.recording.step
 
     def _warn_of_no_update(self) -> None:
-        if self._passes < _MANY_TIMES * self._most_passes:
+        if self.passes < _MANY_TIMES * self._most_passes:
             return
         self.recording.failures.warn_once(
             "updates",
-            f"{self._passes:,} forward passes and no update of an optimizer that holds their "
+            f"{self.passes:,} forward passes and no update of an optimizer that holds their "
             "parameters: give `instrument` the optimizer that the loop steps, or enclose steps in "
             "`monitor.step()`",
         )

@@ -1242,6 +1242,40 @@ def test_an_optimizer_that_is_made_in_place_of_the_given_one_counts(observe):
     assert loop.passes() == one_step(0) + one_step(1)
 
 
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_an_optimizer_that_is_made_for_replaced_parameters_counts(observe, optimizer):
+    loop = observe(optimizer=optimizer)
+    for _ in range(2):
+        loop.step()
+        loop.model.first, loop.model.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-3)
+    loop.step()
+    assert loop.passes() == one_step(0) + one_step(1) + one_step(2)
+
+
+def test_an_optimizer_whose_parameters_are_replaced_counts(observe, monkeypatch):
+    loop = observe(optimizer=False)
+    looked = []
+    named_parameters = loop.model.named_parameters
+    monkeypatch.setattr(
+        loop.model,
+        "named_parameters",
+        lambda *a, **k: looked.append(1) or named_parameters(*a, **k),
+    )
+    other = torch.optim.SGD(Model().parameters(), lr=1e-3)
+    for _ in range(9):
+        loop.model(torch.ones(2, 3, 4)).sum().backward()
+        other.step()
+        loop.optimizer.step()
+    assert len(looked) < 9, "the other one is not looked at in each step"
+    other.param_groups[0]["params"] = list(loop.model.parameters())
+    loop.optimizer = other
+    for _ in range(3):
+        loop.step()
+    assert loop.monitor.current_step == 11
+    assert loop.passes()[-3:] == one_step(10)
+
+
 @pytest.fixture
 def swaps():
     """Conversions of modules swap parameters, as they always do with DTensors."""
