@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from resihp.hooks._spans import Span
+from resihp.hooks._stats import FailureLog
 
 from ._call_arguments import Lengths, argument_names, work_of_call
 from ._pass_timer import BACKWARD, FORWARD, PassTimer, backward_under_way
@@ -145,7 +146,7 @@ class ModulePasses:
     def _expect_other(self, output: Any) -> None:
         """Be told of a backward pass through the output of another DDP than this module."""
         if torch.is_grad_enabled() and self._gradients.is_possible:
-            for tensor in gradient_tensors(output):
+            for tensor in gradient_tensors(output, self._timer.recording.failures):
                 before_gradient(tensor, self._gradients.on_other)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -185,7 +186,7 @@ class ModulePasses:
         self._timer.end()
         if self._gradients.is_possible:
             begin = partial(self._begin, index)
-            tensors = gradient_tensors(output)
+            tensors = gradient_tensors(output, self._timer.recording.failures)
             for tensor in tensors:
                 before_gradient(tensor, begin)
             if not tensors:
@@ -316,8 +317,9 @@ def before_gradient(tensor: torch.Tensor, call: Callable[[Any], None]) -> None:
         node.register_prehook(call)
 
 
-def gradient_tensors(output: Any) -> list[torch.Tensor]:
-    """Return tensors in `output` through which gradients will come, the first few."""
+def gradient_tensors(output: Any, failures: FailureLog) -> list[torch.Tensor]:
+    """Return tensors in `output` through which gradients will come, the first few. Values that
+    cannot be looked into are counted as failures."""
     if isinstance(output, torch.Tensor):  # the common case, and the cheap one
         return [output] if output.requires_grad and not output.is_leaf else []
     found: list[torch.Tensor] = []
@@ -329,8 +331,11 @@ def gradient_tensors(output: Any) -> list[torch.Tensor]:
                 if len(found) == (_MOST_OUTPUTS if found[0].ndim else _MOST_BESIDE_LOSS):
                     break
         elif depth and value is not None:
-            inner, left = _inner(value, depth)
-            values += [(each, left) for each in islice(inner, _MOST_VALUES - len(values))]
+            try:
+                inner, left = _inner(value, depth)
+                values += [(each, left) for each in islice(inner, _MOST_VALUES - len(values))]
+            except Exception as error:  # noqa: BLE001 the boundary: the others are looked at
+                failures.add("instrumentation", error)
     return found
 
 
@@ -341,7 +346,7 @@ def _inner(value: Any, depth: int) -> tuple[Iterable[Any], int]:
     if isinstance(value, list | tuple):
         return value, depth - 1
     if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)], depth - 1
+        return [getattr(value, field.name, None) for field in fields(value)], depth - 1
     if hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module):
         return vars(value).values(), min(depth, _OBJECT_DEPTH) - 1
     return (), 0

@@ -109,7 +109,7 @@ class StagePasses:
             return
         self._timer.end()
         if self._gradients.is_possible:
-            for tensor in gradient_tensors(output):
+            for tensor in gradient_tensors(output, self._timer.recording.failures):
                 tensor.register_hook(self._on_gradient)
 
     def _expect(self, gradient: torch.Tensor) -> None:

@@ -281,7 +281,7 @@ class _ChunkCalls:
     def _after(self, output: Any) -> None:
         if self._index >= 0:
             on_gradient = partial(self._on_gradient, self._index)
-            for tensor in gradient_tensors(output):
+            for tensor in gradient_tensors(output, self._timer.recording.failures):
                 before_gradient(tensor, on_gradient)
 
     def _gradient_arrived(self, index: int, _: Any) -> None:

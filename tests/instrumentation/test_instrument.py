@@ -10,7 +10,7 @@ import pickle
 import threading
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -234,6 +234,28 @@ def test_outputs_that_are_many_or_in_objects(observe, form, loss):
     loss(loop.model(torch.ones(2, 3, 4))).backward()
     loop.optimizer.step()
     assert loop.passes() == one_step(0)
+
+
+@dataclass
+class Partial:
+    logits: torch.Tensor
+    loss: torch.Tensor = field(init=False)
+
+
+class Lazy(dict):
+    def values(self):
+        raise RuntimeError("not loaded")
+
+
+@pytest.mark.parametrize(
+    ("form", "failures"), [(Partial, 0), (lambda y: SimpleNamespace(lazy=Lazy(), logits=y), 1)]
+)
+def test_outputs_that_cannot_be_read_in_parts(observe, form, failures):
+    loop = observe(Model(form))
+    loop.model(torch.ones(2, 3, 4)).logits.sum().backward()
+    loop.optimizer.step()
+    assert loop.passes() == one_step(0)
+    assert loop.monitor.stats.failures == failures
 
 
 class CountingRows(list):
