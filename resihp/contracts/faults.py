@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from ._numbers import make_plain, number, whole_number
 from .errors import ContractError
+
+_MOST_STEPS = 2**53  # of a horizon: more change no decision
 
 
 @dataclass(frozen=True)
@@ -60,5 +64,7 @@ class Protection:
         Half an interval is done again after the fault, and checkpoints take their part.
         """
         share = 1.0 - self.cost_s / self.interval_s if self.interval_s else 1.0
-        lasting_s = max(0.0, self.faults.mtbf_s - self.interval_s / 2.0) * share
-        return max(1, int(lasting_s / step_s))
+        mtbf_s = min(self.faults.mtbf_s, sys.float_info.max)
+        lasting_s = max(0.0, mtbf_s - self.interval_s / 2.0) * share
+        steps = lasting_s / step_s if step_s > 0.0 else inf
+        return max(1, int(min(steps, _MOST_STEPS)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from statistics import fmean, median
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from detector.arrays import positions
 from detector.step_time import StepExpectation
-from resihp.contracts import Job, Op, Plan, TelemetryBatch
+from resihp.contracts import ContractError, Job, Op, Plan, TelemetryBatch
 from scheduler.calibration import calibrated, compute_ms
 
 from .step_times import StepTime
@@ -152,10 +153,12 @@ class Forecast:
         self._fit_if_enough()
 
     def note_error(self, step: StepExpectation) -> None:
-        """Add the error of what was expected of a step by its own work."""
-        if step.expected_ms is not None:
+        """Add the error of what was expected of a step by its own work. One that no saved state can
+        hold, as of a step that took next to no time, is left out."""
+        if step.expected_ms is not None and step.measured_ms > 0.0:
             error = abs(step.expected_ms / step.measured_ms - 1.0)
-            self.state.errors = (*self.state.errors, error)[-_ERRORS:]
+            if isfinite(error):
+                self.state.errors = (*self.state.errors, error)[-_ERRORS:]
 
     def _ratios(self, step: StepTime) -> Iterator[tuple[float, float]]:
         """Measured over modelled computing time of each rank, forward and backward.
@@ -191,7 +194,10 @@ class Forecast:
             median(known) if known else None,
         )
         if min(fit.step_ms, fit.forward, fit.backward) > 0.0:
-            self.job = calibrated(self._registered, **asdict(fit))
+            try:
+                self.job = calibrated(self._registered, **asdict(fit))
+            except ContractError:  # times that no layer has, next to nothing
+                return
             self._fit = fit
 
     def for_new_plan(self, plan: Plan) -> float | None:

@@ -24,6 +24,14 @@ def test_the_horizon_ends_at_the_last_checkpoint_before_the_next_fault() -> None
     assert Protection(faults=rate).horizon_steps(5000.0) == 1
 
 
+def test_the_horizon_is_a_number_of_steps_at_any_times() -> None:
+    endless = FaultRate(1e308, observed_s=1e308)
+    assert Protection(faults=FaultRate(1000.0)).horizon_steps(0.0) == 2**53
+    assert Protection(faults=FaultRate(1000.0)).horizon_steps(5e-324) == 2**53
+    assert Protection(faults=endless).horizon_steps(1.0) == 2**53
+    assert Protection(faults=endless, interval_s=9.0, cost_s=9.0).horizon_steps(1.0) == 1
+
+
 @given(interval_s=st.floats(0.1, 1e4), share=st.floats(0.0, 1.0), longer=st.floats(1.0, 10.0))
 def test_rarer_checkpoints_of_the_same_price_never_lengthen_it(
     interval_s: float, share: float, longer: float

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fakes import fake_adapters
 
+from detector.step_time import StepExpectation
 from resihp.contracts import (
     Action,
     FaultRate,
@@ -292,6 +293,20 @@ def test_a_loop_that_times_one_kind_of_pass_is_fitted_too():
         learn(forecast, first, step, batch.select(batch.op == Op.FORWARD), 50.0)
     assert forecast.predict(first) == 50.0
     assert simulate(forecast.job, job.layout, job.quotas).step_ms == pytest.approx(50.0)
+
+
+def test_steps_that_take_next_to_no_time_leave_a_state_that_can_be_read():
+    job = job_of()
+    forecast = Forecast(job)
+    first = Plan(version=0, layout=job.layout, quotas=job.quotas)
+    for step, batch, observed_ms in healthy_steps(job, 1.0, 7.0):
+        tiny = replace(batch, compute_ms=batch.compute_ms * 1e-300)
+        learn(forecast, first, step, tiny, observed_ms * 1e-300)
+    for step, measured_ms in enumerate((0.0, 5e-324, 10.0)):
+        forecast.note_error(StepExpectation(step, measured_ms, expected_ms=20.0))
+    assert forecast.state.errors == (1.0,)
+    again = Forecast(job, from_json(ForecastState, json.loads(json.dumps(to_json(forecast.state)))))
+    assert again.predict(first) is None, "no layer takes so little"
 
 
 def test_steps_of_a_slow_fleet_are_no_baseline():
