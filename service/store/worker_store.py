@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,7 @@ log = logger("resihp.store")
 
 _Part = str | bytes | int | float
 _Command = tuple[_Part, ...]
+_Event = tuple[str, Mapping[str, Any]]
 
 _MOST_PARTS = 1_000
 _KEEP_PLANS = 100
@@ -371,18 +373,35 @@ class WorkerStore:
         self,
         lease: Lease,
         commands: Iterable[_Command],
-        events: Sequence[tuple[str, Mapping[str, Any]]] = (),
+        events: Sequence[_Event] = (),
     ) -> None:
         """Carry out commands and append events, all or nothing. Raises `LeaseLostError`."""
-        keys, known = keys_of(lease.job), self._commits.get(lease.job, 0)
-        args: list[_Part] = [lease.token, lease.generation, known, self._keep_events, len(events)]
-        for kind, document in events:
+        keys, known, kept = (
+            keys_of(lease.job),
+            self._commits.get(lease.job, 0),
+            self._newest(events),
+        )
+        args: list[_Part] = [lease.token, lease.generation, known, self._keep_events, len(kept)]
+        for kind, document in kept:
             args += [keys.histories[Subject.of(kind)], kind, dumps(document)]
         for command in (*commands, ("PUBLISH", NEWS, lease.job)):
             args += [len(command), *command]
         if not self._commit(keys=[keys.lease, keys.meta], args=args):
             raise LeaseLostError(lease.job)
         self._commits[lease.job] = known + 1
+
+    def _newest(self, events: Sequence[_Event]) -> list[_Event]:
+        """Those that the histories would keep of events that are appended together: nobody reads
+        the others, and Redis takes a million arguments at a time."""
+        if len(events) <= self._keep_events:
+            return list(events)
+        counts, kept = Counter[Subject](), list[_Event]()
+        for event in reversed(events):
+            subject = Subject.of(event[0])
+            counts[subject] += 1
+            if counts[subject] <= self._keep_events:
+                kept.append(event)
+        return kept[::-1]
 
 
 def _chunks(ids: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -9,9 +9,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 
 import redis
 
@@ -19,7 +21,7 @@ from ..errors import LeaseLostError, NoRedisError, StartError
 from ..logs import logger
 from ..settings import Settings
 from ..store.connection import check_redis, without_password
-from ..store.documents import JobMessage, stream_order
+from ..store.documents import JobMessage, MessageKind, stream_order
 from ..store.embedded_redis import socket_path
 from ..store.faults import store_fault
 from ..store.worker_store import Lease, WorkerStore
@@ -43,11 +45,12 @@ _IDLE_S = 0.1  # without jobs
 _SAVE_SHARE = 0.06
 _MOST_UNSAVED = 0.25  # of the backlog that a job may have: then its state is saved at any cost
 _DIAGNOSE_EVERY_S, _DIAGNOSE_SHARE = 5.0, 0.03
+_MOST_EVENTS = 20_000  # of a job that wait to be stored: bounds memory and the length of a commit
 _LEAVE_S = 3.0  # for saving states when the worker ends; other messages stay in the stream
 _HUNG_LEASES = 12  # times of a lease without progress
 _MEASURE_EVERY_S = 0.25  # the delay of the API
 _LONGEST_ROUND_S = 1.0  # that counts as delay
-_BROKEN_S = 60.0  # after an error of a job's keys in Redis
+_BROKEN_S, _MOST_BROKEN_S = 60.0, 3_600.0  # after an error of one job, until it is tried again
 _PATIENCE_S = 30.0  # a sidecar started at the same time may not have started its Redis yet
 _POLL_S = 0.2
 _COLLECT_AFTER = 20_000
@@ -180,9 +183,23 @@ class Worker:
         self._spent(None)
         for job, unread in messages.items():
             if job in self._owned:
-                self._owned[job].session.apply(*unread)
+                self._apply(job, unread)
                 self._spent(job)
         return more
+
+    def _apply(self, job: str, messages: Iterable[JobMessage]) -> None:
+        """Apply messages of a job, and save its state in between where they lead to very many
+        events: a message may be of a hundred thousand ranks."""
+        for kind, group in groupby(messages, attrgetter("kind")):
+            alike = list(group)
+            parts = [alike] if kind is MessageKind.TELEMETRY else [[each] for each in alike]
+            for part in parts:
+                session = self._owned[job].session
+                session.apply(*part)
+                if len(session.changes.events) >= _MOST_EVENTS:
+                    self._commit(job)
+                    if job not in self._owned:
+                        return
 
     def _commit_due(self) -> None:
         """Diagnose jobs and save their states, those first for which it was done longest ago, as
@@ -315,7 +332,7 @@ class Worker:
             if known is None or generation not in (None, known.generation):
                 log.exception("job is not worked on", job=job)
                 self._store.note_error(job, f"not worked on: {type(error).__name__}: {error}")
-            elif generation is None:
+            else:
                 generation = known.generation
             is_reply = isinstance(error, redis.RedisError)
             until_s = time.monotonic() + _BROKEN_S if is_reply else math.inf
@@ -341,8 +358,10 @@ class Worker:
             if old:
                 session.apply(*old)
                 session.changes.steps = []
-            session.apply(*messages[len(old) :])
+            self._apply(job, messages[len(old) :])
             self._alive_s = time.monotonic()
+            if job not in self._owned:
+                return
         replayed = len(session.changes.applied)
         log.info("job acquired", job=job, worker=self.name, replayed=replayed)
 

@@ -397,6 +397,57 @@ def test_of_many_steps_only_those_are_written_that_stay(
     assert answer.headers["etag"] != before
 
 
+def test_of_more_events_than_redis_takes_at_a_time_the_newest_are_stored(
+    http: Http, store: WorkerStore, raw: redis.Redis
+):
+    """The connection ended, which a worker took for an outage, again and again for all jobs."""
+    lease, verdicts = acquired(store), [("verdict", {"number": 1})] * 400_000
+    events = [("failure", {"number": 0}), *verdicts, ("verdict", {"number": 2}), ("ack", {})]
+    store.commit(lease, Commit(PendingChanges(events=events), {}, {}, newest=0))
+    stored = {
+        subject: [fields[b"body"] for _, fields in raw.xrange(key)]
+        for subject, key in JobKeys("j").histories.items()
+    }
+    assert stored[Subject.VERDICTS] == [b'{"number":1}'] * 8 + [b'{"number":2}']
+    assert stored[Subject.INCIDENTS][-1] == b'{"number":0}'
+    assert stored[Subject.ACTIVITY] == [b"{}"]
+    assert int(raw.hget(JobKeys("j").counts, "verdicts")) == 400_001
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_messages_that_lead_to_very_many_events_are_saved_in_between(
+    http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+):
+    monkeypatch.setattr(loop, "_MOST_EVENTS", 5)
+    commit, saved = WorkerStore.commit, []
+
+    def noting(store: WorkerStore, lease: Lease, made: Commit) -> None:
+        commit(store, lease, made)
+        saved.append((len(made.changes.applied), len(made.changes.events)))
+
+    monkeypatch.setattr(WorkerStore, "commit", noting)
+    settings = Settings(data=tmp_path, redis_url=None, worker=False)
+    url, stop = f"unix://{socket_path(tmp_path)}", threading.Event()
+    http.register(job_of("j"))
+    worker = loop.Worker(url, settings, fake_adapters(), "w")
+    worker._balance(stop)
+    for rank in range(6):
+        http("POST", "/v1/jobs/j/failures", {"ranks": [rank]})
+        http.send("j", batch_of(0))
+    if resumed:  # one that has read the messages has died
+        worker._store.read({"j": worker._owned["j"].lease}, count=99, size=BYTES)
+        worker = loop.Worker(url, settings, fake_adapters(), "w")
+        worker._balance(stop)
+    else:
+        worker._read()
+    assert saved
+    assert all(events >= 5 for _, events in saved)
+    worker._leave()
+    assert sum(applied for applied, _ in saved) == 12
+    assert http.records("j") == 6 * 32
+    assert set(http.statuses("j").values()) == {"fail_stop", "healthy"}
+
+
 def test_the_newest_plans_are_kept_and_plan_0(http: Http, store: WorkerStore, raw: redis.Redis):
     lease, plan = acquired(store), Plan(version=1, layout=job_of().layout, quotas=job_of().quotas)
     for first in range(1, 301, 30):
