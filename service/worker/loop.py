@@ -63,10 +63,11 @@ ask senders for fewer messages, and a worker that is behind cannot."""
 
 @dataclass(frozen=True)
 class _Broken:
-    """A job that is not worked on, by its registration (None: not known)."""
+    """A job that is not worked on for `delay_s`, by its registration (None: not known)."""
 
     generation: bytes | None
     until_s: float
+    delay_s: float
 
     def is_for(self, lease: Lease) -> bool:
         """Return whether that holds under this lease."""
@@ -320,8 +321,9 @@ class Worker:
 
     @contextmanager
     def _by_itself(self, job: str, lease: Lease | None = None) -> Iterator[None]:
-        """Keep an error of one job from the others: it is not worked on until it is registered
-        again or, where its keys in Redis led to the error, for a while."""
+        """Keep an error of one job from the others: it is not worked on for a while, unless it is
+        registered again. After another error than of its keys in Redis, which may be put right at
+        any time, the while grows as long as it fails."""
         try:
             yield
         except Exception as error:  # any from a state or message that cannot be read or told
@@ -329,14 +331,15 @@ class Worker:
                 raise
             generation = None if lease is None else lease.generation
             known = self._broken.get(job)
+            delay_s = _BROKEN_S
             if known is None or generation not in (None, known.generation):
                 log.exception("job is not worked on", job=job)
                 self._store.note_error(job, f"not worked on: {type(error).__name__}: {error}")
             else:
                 generation = known.generation
-            is_reply = isinstance(error, redis.RedisError)
-            until_s = time.monotonic() + _BROKEN_S if is_reply else math.inf
-            self._broken[job] = _Broken(generation, until_s)
+                if not isinstance(error, redis.RedisError):
+                    delay_s = min(2.0 * known.delay_s, _MOST_BROKEN_S)
+            self._broken[job] = _Broken(generation, time.monotonic() + delay_s, delay_s)
             self._owned.pop(job, None)
 
     def _resume(self, job: str, lease: Lease, stop: threading.Event) -> None:

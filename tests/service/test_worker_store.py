@@ -448,6 +448,38 @@ def test_messages_that_lead_to_very_many_events_are_saved_in_between(
     assert set(http.statuses("j").values()) == {"fail_stop", "healthy"}
 
 
+def test_a_job_is_tried_again_after_an_error_that_passes(
+    http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It was not worked on until it was registered anew."""
+    monkeypatch.setattr(loop, "_BROKEN_S", 1e-9)
+    monkeypatch.setattr(loop, "_MOST_BROKEN_S", 3e-9)
+    adapters, tries = fake_adapters(), []
+
+    def short_of_memory(*given: Any) -> Any:
+        tries.append(given)
+        if len(tries) < 5:
+            raise MemoryError
+        return adapters.detector(*given)
+
+    settings = Settings(data=tmp_path, redis_url=None, worker=False)
+    url, stop = f"unix://{socket_path(tmp_path)}", threading.Event()
+    http.register(job_of("j"))
+    worker = loop.Worker(url, settings, replace(adapters, detector=short_of_memory), "w")
+    delays_s = []
+    for _ in range(4):
+        worker._balance(stop)
+        assert not worker._owned
+        delays_s.append(worker._broken["j"].delay_s)
+    assert delays_s == [1e-9, 2e-9, 3e-9, 3e-9]
+    assert "MemoryError" in http.get("/v1/jobs/j")["error"]
+    worker._balance(stop)
+    worker._commit("j")
+    assert http.get("/v1/jobs/j")["error"] is None
+    assert not worker._broken
+    worker._leave()
+
+
 def test_the_newest_plans_are_kept_and_plan_0(http: Http, store: WorkerStore, raw: redis.Redis):
     lease, plan = acquired(store), Plan(version=1, layout=job_of().layout, quotas=job_of().quotas)
     for first in range(1, 301, 30):
