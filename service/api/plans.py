@@ -26,6 +26,7 @@ router = APIRouter(prefix="/v1/jobs/{job}/plan", tags=["plans"])
 Version = Annotated[int, Path(ge=0, lt=2**31)]
 _MOST_AHEAD = 1_000_000  # versions that a job may have made by itself since the newest one
 
+_MOST_REASONS, _MOST_CHARACTERS = 1_024, 65_536  # of a plan of the job's own: events hold them
 _T = TypeVar("_T")
 _NO_PLAN = {204: {"description": "no newer plan"}}
 
@@ -124,6 +125,9 @@ async def put_own(job: str, version: Version, request: Request, ctx: Ctx) -> dic
         raise ContractError("plan.quotas", f"must sum to the job's {known.microbatches}")
     if plan.layout.layers != known.layout.layers:
         raise ContractError("plan.layout", f"must have the job's {known.layout.layers} layers")
+    if len(plan.reason) > _MOST_REASONS or sum(map(len, plan.reason)) > _MOST_CHARACTERS:
+        limits = f"{_MOST_REASONS} reasons, of {_MOST_CHARACTERS} characters together"
+        raise ContractError("plan.reason", f"must hold at most {limits}")
     if version == 0:
         if plan.digest != plan_from_json(json.loads(await ctx.store.plan(job, 0))).digest:
             raise FirstPlanError(job)

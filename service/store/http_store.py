@@ -45,7 +45,7 @@ from .schema import (
 )
 
 _REMEMBER_S = 600  # time for which a retried message is recognised
-_PAGE = 100  # events read at a time
+_PAGE, _PAGE_BYTES = 100, 1 << 20  # events read at a time: at most, and size that ends a page
 _BEGIN = "0-0"
 
 
@@ -310,10 +310,13 @@ class HttpStore:
             raise UnknownJobError(name)
         newest = stream_order(newest.decode())
         events = [item for item in chain(*histories) if _order(item) <= newest]
-        found = []
+        found, size = [], 0
         for identity, fields in sorted(events, key=_order)[:_PAGE]:
             cursor = cursor._replace(event=identity.decode())
             found.append((cursor, _document(identity, fields)))
+            size += len(fields[b"body"])
+            if size >= _PAGE_BYTES:
+                break
         for identity, fields in steps:
             cursor = cursor._replace(step=identity.decode())
             found.append((cursor, _document(identity, fields)))

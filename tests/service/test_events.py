@@ -11,6 +11,7 @@ from test_api import problem_of, read_events
 from test_planning import sessions
 
 from service import Settings
+from service.api import events as events_api
 from service.store.documents import Commit, JobMessage, MessageKind, PendingChanges
 from service.store.embedded_redis import socket_path
 from service.store.worker_store import WorkerStore
@@ -37,7 +38,7 @@ def commit(tmp_path: Path, http: Http) -> Iterator[object]:
     lease = store.acquire("j", ttl_s=60)
     assert lease is not None
 
-    def commit(*events: tuple[str, int], steps=()) -> None:
+    def commit(*events: tuple[str, object], steps=()) -> None:
         numbered = [(kind, {"number": number}) for kind, number in events]
         changes = PendingChanges(events=numbered, steps=list(steps))
         store.commit(lease, Commit(changes, {"session": b""}, {}, newest=0))
@@ -95,6 +96,22 @@ def test_a_stream_goes_on_after_any_event_of_any_kind(http: Http, commit):
     for at in range(0, len(events) - 1, 7):
         again = read_events(http, "j", until="joiner", **{"Last-Event-ID": events[at]["id"]})
         assert again == events[at + 1 :]
+
+
+def test_large_events_are_read_a_few_at_a_time(http: Http, commit, monkeypatch: pytest.MonkeyPatch):
+    """Each stream that nobody reads holds what was read for it."""
+    pages, read = [], events_api._read
+
+    async def noting(*given):
+        pages.append(await read(*given))
+        return pages[-1]
+
+    monkeypatch.setattr(events_api, "_read", noting)
+    commit(*[("plan", "x" * 400_000)] * 8, ("joiner", 8))
+    events = read_events(http, "j", "?replay=true", until="joiner")
+    assert [event["data"]["kind"] for event in events[1:]] == ["plan"] * 8 + ["joiner"]
+    assert max(len(page.text) for page in pages) < 1_300_000
+    assert len(pages) >= 3
 
 
 def test_a_registration_anew_is_seen_by_who_followed_the_job_before(http: Http, commit):

@@ -218,6 +218,8 @@ def test_a_plan_that_is_none_of_this_job_is_refused(http: Http, version, plan, f
         ({"quotas": [4, "4"]}, "plan.quotas[1]"),
         ({"layout": {}}, "plan.layout.replicas"),
         ({"step_ms": -1}, "plan.step_ms"),
+        ({"reason": ["x" * 65_537]}, "plan.reason"),
+        ({"reason": ["x"] * 1_025}, "plan.reason"),
         ({"step_ms": 1e308, "bound_ms": 1e-300}, "plan.bound_ms"),  # a gap beyond all numbers
     ],
 )
