@@ -319,30 +319,51 @@ def by_step(batch: TelemetryBatch) -> Iterator[tuple[int, TelemetryBatch]]:
 
 
 @dataclass
-class _OpenRecords:
-    """Records of an open step in parts; `by_rank` lists the parts of each rank."""
+class KnownRecords:
+    """Records of an open step by their keys, in parts; `by_rank` lists the parts of each rank. One
+    that is sent twice is known the second time."""
 
-    parts: list[TelemetryBatch] = field(default_factory=list)
     keys: list[Ints] = field(default_factory=list)
     by_rank: dict[int, list[int]] = field(default_factory=dict)
 
-    def known(self, members: list[int]) -> list[Ints]:
-        """Keys of the parts with records of these ranks."""
+    def add(self, part: TelemetryBatch, index: Ints) -> Ints:
+        """Adds records of ranks at these positions; the rows of those that are new, in order."""
+        keys, members = _keys(part, index), np.unique(index).tolist()
+        _, first = np.unique(keys, return_index=True)
         numbers = {number for rank in members for number in self.by_rank.get(rank, ())}
-        return [self.keys[number] for number in numbers]
+        if numbers:
+            known = np.concatenate([self.keys[number] for number in numbers])
+            first = first[~np.isin(keys[first], known)]
+        new: Ints = np.sort(first)
+        if new.size:
+            for rank in members:
+                self.by_rank.setdefault(rank, []).append(len(self.keys))
+            self.keys.append(keys[new])
+        return new
 
-    def add(self, part: TelemetryBatch, keys: Ints, members: list[int]) -> None:
-        """Adds records that are new."""
-        for rank in members:
-            self.by_rank.setdefault(rank, []).append(len(self.parts))
-        self.parts.append(part)
-        self.keys.append(keys)
+    def forget(self, ranks: Bools) -> None:
+        """Forgets the records of the ranks of a mask."""
+        self.keys = [keys[~ranks[_indices(keys)]] for keys in self.keys]
+
+    def join(self) -> Ints:
+        """Makes one part of all, however they came; the order of their rows in it."""
+        keys = np.concatenate([np.empty(0, np.int64), *self.keys])
+        order = np.argsort(keys, kind="stable")
+        self.keys, self.by_rank = [keys[order]], {rank: [0] for rank in sorted(self.by_rank)}
+        return order
+
+
+@dataclass
+class _OpenRecords:
+    """Records of an open step in parts, those of `known`."""
+
+    parts: list[TelemetryBatch] = field(default_factory=list)
+    known: KnownRecords = field(default_factory=KnownRecords)
 
     def join(self) -> None:
         """Makes one part of all."""
-        if len(self.parts) > 1:
-            self.parts, self.keys = [TelemetryBatch.concat(self.parts)], [np.concatenate(self.keys)]
-            self.by_rank = {rank: [0] for rank in self.by_rank}
+        order = self.known.join()
+        self.parts = [TelemetryBatch.concat(self.parts).select(order)] if self.parts else []
 
 
 class StepAssembler(Persistent):
@@ -394,23 +415,20 @@ class StepAssembler(Persistent):
     def _put(self, step: int, part: TelemetryBatch) -> None:
         opened = self._records.setdefault(step, _OpenRecords())
         index = self._places.index(part.rank)
-        keys = _keys(part, index)
-        _, first = np.unique(keys, return_index=True)
-        members = np.unique(index).tolist()
-        if known := opened.known(members):
-            first = first[~np.isin(keys[first], np.concatenate(known))]
-        fresh, passes = part.select(first), is_pass(part.op[first])
-        if first.size:
-            opened.add(fresh, keys[first], members)
+        new = opened.known.add(part, index)
+        fresh = part.select(new)
+        passes = is_pass(fresh.op)
+        if new.size:
+            opened.parts.append(fresh)
         marks = record_marks(fresh, passes)
-        self.progress.count(step, index[first][passes], marks[passes], kept=first.size)
+        self.progress.count(step, index[new][passes], marks[passes], kept=new.size)
 
     def _assembled(self, opened: _OpenRecords) -> TelemetryBatch:
         self.excess = 0
         if not opened.parts:
             return TelemetryBatch.empty()
         whole = TelemetryBatch.concat(opened.parts)
-        whole = whole.select(np.argsort(np.concatenate(opened.keys), kind="stable"))
+        whole = whole.select(np.argsort(np.concatenate(opened.known.keys), kind="stable"))
         index = self._places.index(whole.rank)
         number = numbered(self._places.dp[index], whole.microbatch, self._largest_quota)
         if not np.array_equal(number, whole.microbatch):
@@ -453,6 +471,13 @@ def _keys(part: TelemetryBatch, index: Ints) -> Ints:
         key[other] = (place << 35) | (mixed >> np.uint64(29)).astype(np.int64)
         key[other] |= np.int64(1) << 62
     return key
+
+
+def _indices(keys: Ints) -> Ints:
+    """The positions of ranks that `_keys` was made of."""
+    other = np.int64(1) << 62
+    result: Ints = np.where(keys & other, (keys ^ other) >> 38, keys >> 35)
+    return result
 
 
 def numbered(parts: Ints, microbatch: NDArray[np.integer], usual: int) -> Ints:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from detector.persistence import Persistent
-from detector.step_assembler import StepProgress, by_step, is_pass
+from detector.persistence import Persistent, State
+from detector.step_assembler import KnownRecords, StepProgress, by_step, is_pass
 from detector.step_digests import record_marks
 from resihp.contracts import Op, TelemetryBatch
 from resihp.contracts.telemetry import MOST_STEP
@@ -33,13 +33,15 @@ class StepTimes(Persistent):
 
     `StepProgress` decides which steps are whole, here by records of later steps: the detector
     closes a step earlier, with its last backward pass, but the optimizer and the collectives behind
-    it, which arrive in a later message as a rule, belong to the step time as well.
+    it, which arrive in a later message as a rule, belong to the step time as well. A record that is
+    sent twice counts once, here as there.
 
     last_step  newest step reported by any rank; -1 before the first
     """
 
-    _saved = ("last_step", "_progress", "_times_ms")
+    _saved = ("last_step", "_progress", "_times_ms", "_known")
     _times_ms: dict[int, NDArray[np.float64]]  # of open steps, shape (ranks, 4)
+    _known: dict[int, KnownRecords]  # of the same steps
 
     def __init__(self, ranks: Collection[int]) -> None:
         self.last_step = -1
@@ -48,7 +50,7 @@ class StepTimes(Persistent):
     def _begin(self, ranks: Collection[int]) -> None:
         self._ranks = frozenset(ranks)
         self._progress = StepProgress(np.array(sorted(ranks), np.int64))
-        self._times_ms = {}
+        self._times_ms, self._known = {}, {}
 
     def of_layout(self, ranks: Set[int]) -> Set[int]:
         """Return those of these ranks that are in the layout."""
@@ -77,11 +79,13 @@ class StepTimes(Persistent):
         lost, found = list(lost), list[StepTime]()
         for step, part in by_step(batch):
             index = self._progress.index(part.rank)
-            self._progress.count(step, index, record_marks(part, is_pass(part.op)))
+            new = self._known.setdefault(step, KnownRecords()).add(part, index)
+            index, marks = index[new], record_marks(part, is_pass(part.op))[new]
+            self._progress.count(step, index, marks, kept=new.size)
             size = self._progress.ranks.size
             total = self._times_ms.setdefault(step, np.zeros((size, 4)))
             for column, ms in enumerate(_times_ms(part)):
-                total[:, column] += np.bincount(index, ms, size)
+                total[:, column] += np.bincount(index, ms[new], size)
             if self._progress.is_full:
                 found += map(self._close, self._progress.close(lost))
         return [*found, *map(self._close, self._progress.close(lost))]
@@ -94,6 +98,7 @@ class StepTimes(Persistent):
         np.minimum.at(first, index[begun], batch.step[begun])
         for step, times_ms in self._times_ms.items():
             times_ms[first <= step] = 0.0
+            self._known[step].forget(first <= step)
 
     def move(self, ranks: Collection[int]) -> list[StepTime]:
         """Starts on another layout. Returns the open steps that all ranks of the old layout have
@@ -103,8 +108,15 @@ class StepTimes(Persistent):
         self._begin(ranks)
         return found
 
+    def state(self) -> State:
+        """The saved attributes, what is known of each open step joined."""
+        for known in self._known.values():
+            known.join()
+        return super().state()
+
     def _close(self, step: int) -> StepTime:
         times_ms = self._times_ms.pop(step)
+        del self._known[step]
         some = np.flatnonzero(times_ms.any(axis=1))
         found = zip(self._progress.ranks[some].tolist(), times_ms[some].tolist(), strict=True)
         ranks = {rank: (times[0], times[1], times[2], times[3]) for rank, times in found}

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from detector.persistence import pack, unpack
 from resihp.contracts import Op, TelemetryBatch
 from service.worker.step_times import StepTimes
 
@@ -129,3 +130,29 @@ def test_of_what_a_process_replaced_by_no_other_sent_nothing_is_dropped():
         step for rank in (0, 1) for step in times.add(message(rank, [6, 7]).select([1, 2, 3]))
     ]
     assert [(step.step, step.observed_ms) for step in closed] == [(6, 10.0)]
+
+
+def test_what_is_sent_twice_counts_once():
+    """In a message of its own, twice in one, and after the state was saved."""
+    times = StepTimes([0, 1])
+    for rank in (0, 1):
+        first = message(rank, range(3))
+        times.add(first.select([0, 1, 2, 3]))
+        times.add(TelemetryBatch.concat([first, first]))
+    again = StepTimes([0, 1])
+    again.load(unpack(pack(times.state())))
+    closed = []
+    for rank in (0, 1):
+        closed += again.add(message(rank, range(2, 4)))
+    assert [(step.step, step.observed_ms) for step in closed] == [(2, 10.0)]
+
+
+def test_of_a_host_the_ranks_of_a_new_process_do_a_step_again_and_the_others_do_not():
+    times = StepTimes([0, 1])
+    host = TelemetryBatch.concat([message(0, range(7)), message(1, range(7))])
+    assert [step.observed_ms for step in times.add(host)] == [10.0] * 6
+    times.expect([0])
+    again = TelemetryBatch.concat([message(0, [6], ms=30.0), message(1, [6], ms=30.0)])
+    closed = times.add(again) + times.add(message(0, [7])) + times.add(message(1, [7]))
+    assert [step.ranks[0] for step in closed] == [(15.0, 0.0, 0.0, 15.0)]
+    assert closed[0].ranks[1][0] == 5.0, "a pass of rank 1 that came twice"
