@@ -47,6 +47,8 @@ _HABIT_STEPS = 8
 """Closed steps whose numbers of records tell how many are to be waited for."""
 _KNOWN_STEPS = 64
 """Closed steps that are known again when they are sent a second time."""
+_SMALL_QUOTA = 4_096
+"""Microbatches over which arrays are small, however few have a record."""
 _SPARE, _FEW_CELLS = 4, 1 << 14
 """Microbatches of a step as a multiple of what ranks usually have, and passes of a step if every
 rank had as many, up to which none is left out."""
@@ -430,7 +432,9 @@ class StepAssembler(Persistent):
         whole = TelemetryBatch.concat(opened.parts)
         whole = whole.select(np.argsort(np.concatenate(opened.known.keys), kind="stable"))
         index = self._places.index(whole.rank)
-        number = numbered(self._places.dp[index], whole.microbatch, self._largest_quota)
+        # A number beyond all records, of a job of very many microbatches, tells nothing of a step.
+        usual = min(self._largest_quota, max(_SMALL_QUOTA, len(whole)))
+        number = numbered(self._places.dp[index], whole.microbatch, usual)
         if not np.array_equal(number, whole.microbatch):
             whole = replace(whole, microbatch=number.astype(np.int32))
         if int(number.max(initial=-1)) < self._few:

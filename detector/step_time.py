@@ -27,6 +27,8 @@ from .rank_table import RankTable
 
 _MOST_PIPELINES = 32
 """Graphs that are kept: of the numbers of microbatches that replicas of a layout have."""
+_MOST_PASSES = 1 << 16
+"""Passes of a replica beyond which nothing is expected of its steps: its graph takes seconds."""
 _PARTS = {Part.WHOLE: 1.0, Part.INPUT: 1.0 - WEIGHT_PART, Part.WEIGHT: WEIGHT_PART}
 
 
@@ -44,7 +46,10 @@ class _Pipeline:
 
     @classmethod
     def of(cls, job: Job, replica: Replica, chunks: int, quota: int) -> _Pipeline:
-        """The replica with so many chunks per stage and microbatches, by the job's schedule."""
+        """The replica with so many chunks per stage and microbatches, by the job's schedule. Raises
+        `ContractError` if they are too many."""
+        if 2 * len(replica.stages) * chunks * quota > _MOST_PASSES:
+            raise ContractError("microbatches", "are too many to expect the time of a step")
         stages, given = len(replica.stages), (quota, replayed_schedule(job.schedule, chunks))
         place: list[tuple[int, int, int, int]] = []
         part, before, made = list[float](), list[list[int]](), dict[tuple[int, int, int], int]()

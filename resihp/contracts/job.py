@@ -11,6 +11,8 @@ from .errors import ContractError
 from .faults import Protection
 from .layout import Layout, Schedule
 
+_MOST_LAYERS, _MOST_CHUNKS = 100_000, 256
+_MOST_MICROBATCHES = 1 << 24  # 128 for each of 131,072 replicas
 _LEAST_MS = 1e-30  # of a layer: products with shares and speeds stay above the least float
 
 
@@ -196,8 +198,8 @@ class Links:
 class Job:
     """One training run.
 
-    layout                 the layout it starts with
-    microbatches           per step, over all replicas; never changes
+    layout                 the layout it starts with, of at most 100,000 layers
+    microbatches           per step, over all replicas, at most 2^24; never changes
     quotas                 microbatches of each replica; empty means as even as they go
     model                  None where only timings are known (a foreign trace)
     tokens_per_microbatch  token budget of a microbatch
@@ -205,8 +207,8 @@ class Job:
     schedules              those that plans may choose from; the first where others gain nothing;
                            empty: only `schedule`, and where that is 1F1B and `memory` tells what
                            fits, its eager kind (the same passes, forwards earlier)
-    chunks                 model chunks per stage: more than 1 with the interleaved schedule, and
-                           with zero bubble where a trace shows torch's V-shaped one
+    chunks                 model chunks per stage, at most 256: more than 1 with the interleaved
+                           schedule, and with zero bubble where a trace shows torch's V-shaped one
     max_in_flight          most microbatches of which a stage may hold activations; None: unlimited
     recompute              whether backward passes recompute activations
     device                 type of device, e.g. "H100"; predictors are shared per (model, device)
@@ -236,7 +238,8 @@ class Job:
     actions: tuple[Action, ...] = (Action.LAYOUT, Action.QUOTAS)
 
     def __post_init__(self) -> None:
-        make_plain(self, whole_number, "microbatches", "chunks", least=1)
+        make_plain(self, whole_number, "microbatches", least=1, most=_MOST_MICROBATCHES)
+        make_plain(self, whole_number, "chunks", least=1, most=_MOST_CHUNKS)
         limits = ("max_in_flight", "tokens_per_microbatch")
         make_plain(self, whole_number, *limits, least=1, optional=True)
         make_plain(self, whole_numbers, "quotas", least=0)
@@ -248,8 +251,9 @@ class Job:
         if not is_text or not self.name or self.name != acceptable_name(self.name):
             problem = "must be 1 to 128 printable characters without a slash, and not '.' or '..'"
             raise ContractError("name", problem)
-        if self.layout.layers < 1:
-            raise ContractError("layout", "must hold at least one layer")
+        if not 1 <= self.layout.layers <= _MOST_LAYERS:
+            problem = f"must hold 1 to {_MOST_LAYERS} layers, not {self.layout.layers}"
+            raise ContractError("layout", problem)
         if self.model is not None and self.model.layers != self.layout.layers:
             raise ContractError(
                 "layout", f"holds {self.layout.layers} layers, the model has {self.model.layers}"

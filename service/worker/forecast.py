@@ -12,7 +12,7 @@ import numpy as np
 
 from detector.arrays import positions
 from detector.step_time import StepExpectation
-from resihp.contracts import ContractError, Job, Op, Plan, TelemetryBatch
+from resihp.contracts import ContractError, Job, Op, Plan, Schedule, TelemetryBatch
 from scheduler.calibration import calibrated, compute_ms
 
 from .step_times import StepTime
@@ -21,6 +21,7 @@ _WARM_UP_STEPS = 2
 _ENOUGH_STEPS = 6  # healthy steps from which on the costs are fitted
 _BASELINE_STEPS = 12  # and up to which they are
 _ERRORS = 32  # steps whose expectation is compared with their time
+_MOST_TURNS = 1 << 16  # of a calculation of a step: about 2 s of the worker, which has other jobs
 _MOST_OPEN = 64  # steps of which waits are kept: far more than are open until the costs are fitted
 
 
@@ -121,7 +122,8 @@ class Forecast:
     as no device is known to be slow, three things are fitted: the devices' computing time over the
     modelled one; the time of a step outside its microbatches; and the remainder, of which at most
     the measured latency is attributed to collectives (`scheduler.calibration.calibrated`). Plans
-    are then compared, predicted and bounded in milliseconds of this job.
+    are then compared, predicted and bounded in milliseconds of this job. Jobs of so many
+    microbatches that this would hold up the worker keep their registered costs.
     """
 
     def __init__(self, job: Job, state: ForecastState | None = None) -> None:
@@ -183,7 +185,7 @@ class Forecast:
 
     def _fit_if_enough(self) -> None:
         steps = self._baseline()
-        if len(steps) < _ENOUGH_STEPS:
+        if len(steps) < _ENOUGH_STEPS or _turns(self._registered) > _MOST_TURNS:
             return
         known = [step.collective_ms for step in steps if step.collective_ms is not None]
         fit = HealthyStep(
@@ -223,6 +225,14 @@ class Forecast:
             return basis
         error = median(self.state.errors)
         return f"{basis}; half of the last ones within {error:.1%} of what their own work takes"
+
+
+def _turns(job: Job) -> int:
+    """Turns of a calculation of a step: one for each microbatch of all replicas together or, with
+    several chunks, for each of its passes in one direction."""
+    if job.chunks == 1 and job.schedule is not Schedule.INTERLEAVED:
+        return max(job.quotas)
+    return job.microbatches * job.layout.pp * job.chunks
 
 
 def _pass_key(rank: Any, op: Any, chunk: Any) -> Any:

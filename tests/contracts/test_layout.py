@@ -206,3 +206,20 @@ def test_a_replica_holds_no_more_in_flight_than_the_stages_before_it():
     for counts in ((1, 2, 1), (3, 2), (2, 1, 0)):
         with pytest.raises(ContractError, match="in_flight"):
             Replica(stages, in_flight=counts)
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"microbatches": 2**24 + 1}, "microbatches"),
+        ({"schedule": "zero_bubble", "chunks": 257}, "chunks"),
+        ({"layout": Layout.grid(dp=1, pp=1, tp=1, layers=100_001)}, "layout"),
+    ],
+)
+def test_a_job_is_of_a_size_that_can_be_planned_for(more, field):
+    """Of one of 10^9 microbatches a few hundred bytes tell."""
+    known = {"name": "j", "layout": Layout.grid(dp=1, pp=1, tp=1, layers=100_000)}
+    Job(**known, microbatches=2**24)
+    with pytest.raises(ContractError) as caught:
+        Job(**{**known, "microbatches": 1, **more})
+    assert caught.value.field == field

@@ -36,6 +36,19 @@ def judged(batches: list[TelemetryBatch]) -> set[int]:
     return named
 
 
+def test_one_record_with_a_number_of_millions_makes_no_array_of_so_many() -> None:
+    """Of a job with so many microbatches any number is one that it may have."""
+    job = replace(JOB, quotas=(), microbatches=2**22)
+    assembler = step_assembler.StepAssembler(RankTable.of(job.layout), job.quotas, 1)
+    batch = stream(with_lengths=False, steps=1)[0]
+    odd = np.arange(len(batch)) == len(batch) - 1
+    batch = replace(batch, microbatch=np.where(odd, 2**20 - 1, batch.microbatch))
+    list(assembler.add(batch))
+    (step,) = assembler.finish()
+    assert len(step) == len(batch)
+    assert step.microbatch.max() < len(batch)
+
+
 def test_one_group_of_all_ranks() -> None:
     """Time that grows with the square of the ranks would be hours, for every job of a worker."""
     ranks = 40_000

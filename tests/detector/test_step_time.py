@@ -12,7 +12,16 @@ from detector.expectation.length_model import features_of
 from detector.expectation.predictor import AnalyticCost
 from detector.rank_table import RankTable
 from detector.step_time import PipelineTime, StepTimeModel
-from resihp.contracts import Job, Layout, Op, Replica, Schedule, Stage, TelemetryBatch
+from resihp.contracts import (
+    ContractError,
+    Job,
+    Layout,
+    Op,
+    Replica,
+    Schedule,
+    Stage,
+    TelemetryBatch,
+)
 from resihp.pipeline.orders import job_orders
 from resihp.pipeline.replay import replay
 from resihp.testing.scenarios import Fault, steps_of
@@ -85,6 +94,13 @@ def test_replicas_with_their_own_numbers_in_flight_are_expected_in_their_order()
     assert pipelines(job).ms(step, passes)[0] == pytest.approx(4 * 3 * 3.0)
     slow = np.where(np.isin(step.rank, second.ranks), 3.0, 1.0) * passes
     assert pipelines(job).ms(step, slow)[0] == pytest.approx((4 + 3 - 1) * 9.0)
+
+
+def test_of_a_step_of_too_many_passes_nothing_is_expected() -> None:
+    job = job_of(1, 1, 1, 2**15 + 1)
+    step = step_of(job)
+    with pytest.raises(ContractError, match="too many"):
+        pipelines(job).ms(step, step.compute_ms, {})
 
 
 def test_a_replica_of_one_stage_runs_one_chunk_beside_interleaved_ones() -> None:

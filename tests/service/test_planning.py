@@ -28,6 +28,7 @@ from resihp.contracts.codec import WireFormat, encode
 from scheduler import make_plan, replan, simulate
 from service import Settings
 from service.store.documents import JobMessage, MessageKind, PendingChanges
+from service.worker import forecast as forecast_module
 from service.worker.adapters import load_adapters
 from service.worker.forecast import Forecast, ForecastState
 from service.worker.planning import (
@@ -307,6 +308,25 @@ def test_steps_that_take_next_to_no_time_leave_a_state_that_can_be_read():
     assert forecast.state.errors == (1.0,)
     again = Forecast(job, from_json(ForecastState, json.loads(json.dumps(to_json(forecast.state)))))
     assert again.predict(first) is None, "no layer takes so little"
+
+
+def test_costs_of_a_job_of_too_many_microbatches_are_not_fitted(monkeypatch: pytest.MonkeyPatch):
+    """It would hold up the worker of other jobs, for minutes with millions of them."""
+
+    def too_long(*_: object, **__: object) -> NoReturn:
+        raise AssertionError
+
+    monkeypatch.setattr(forecast_module, "calibrated", too_long)
+    for job in (
+        replace(job_of(), quotas=(), microbatches=2**24),
+        replace(job_of(), quotas=(), microbatches=2**16, schedule="interleaved", chunks=2),
+    ):
+        forecast = Forecast(job)
+        first = Plan(version=0, layout=job.layout, quotas=job.quotas)
+        for step, batch, observed_ms in healthy_steps(job_of(), 1.0, 7.0):
+            learn(forecast, first, step, batch, observed_ms)
+        assert forecast.predict(first) is None
+        assert len(forecast.state.steps) >= 8
 
 
 def test_steps_of_a_slow_fleet_are_no_baseline():
