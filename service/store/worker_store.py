@@ -391,7 +391,7 @@ class WorkerStore:
         self._commits[lease.job] = known + 1
 
     def _newest(self, events: Sequence[_Event]) -> list[_Event]:
-        """Those that the histories would keep of events that are appended together: nobody reads
+        """Events that the histories would keep of those that are appended together: nobody reads
         the others, and Redis takes a million arguments at a time."""
         if len(events) <= self._keep_events:
             return list(events)
