@@ -225,7 +225,8 @@ class StepProgress(Persistent):
         self, batch: TelemetryBatch, index: Ints, usable: Bools, ranks: Bools
     ) -> Bools:
         """Ranks, of those given, that have sent a message before: of each of its steps it holds the
-        same passes, or, unless they go back already, none, but other records."""
+        same passes, or, unless they go back already, none, but other records. Passes that take as
+        long in every step tell nothing."""
         known = ranks.copy()
         rows = usable & ranks[np.maximum(index, 0)]
         for step, part in by_step(batch.select(rows)) if rows.any() else ():
@@ -237,7 +238,9 @@ class StepProgress(Persistent):
                 continue
             now = digests(record_marks(part, is_pass(part.op)), at, self.ranks.size)
             same = (now == before) | ((now == 0) & (self._back_at < 0))
-            known[at] &= (same & (before > 0))[at]
+            others = (taken for number, taken in reversed(self._taken.items()) if number != step)
+            same &= (before > 0) & (before != next(others, 0))
+            known[at] &= same[at]
         return known
 
     def restart(self) -> list[TelemetryBatch]:

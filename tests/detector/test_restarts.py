@@ -171,6 +171,15 @@ def test_other_records_of_the_same_steps_are_a_restart_also_after_known_ones() -
     assert detector.verdicts()[0].step == 25
 
 
+def test_passes_that_take_as_long_in_every_step_do_not_tell_a_restart_from_a_repetition() -> None:
+    """As records made by hand do: the job goes back, as it did before there were digests."""
+    detector, (batch,) = Detector(JOB), steps_of(JOB, [500], steps=1, seed=1)
+    for step in (*range(30), *range(20, 26)):
+        detector.update(replace(batch, step=np.full(len(batch), step)))
+    assert detector.counters["restarts"] == 1
+    assert detector.verdicts()[0].step == 25
+
+
 @pytest.mark.parametrize("gap", [1, 10])
 @pytest.mark.parametrize(
     ("late", "restarts"), [([22, 20, 21], 0), ([22, 10, 11, 12], 1)], ids=["late", "back"]
