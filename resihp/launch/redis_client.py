@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -44,6 +45,9 @@ _COMPARE_SET = _WRITE % (
     "return ARGV[4]"
 )
 _DENIED = redis.AuthenticationError, AuthorizationError, NoPermissionError
+_NOT_NOW = redis.ReadOnlyError, redis.OutOfMemoryError
+_NOT_NOW_WORDS = re.compile(r"\b(READONLY|OOM|BUSY|NOREPLICAS|MISCONF)\b")
+"""Errors without a type of their own, and up to Redis 6 those in a script."""
 _FORGET = """
 if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then
     return redis.call('DEL', KEYS[1])
@@ -56,6 +60,10 @@ class RedisRefusedError(Exception):
     """A server denies the launcher access."""
 
 
+class RedisUnreadyError(Exception):
+    """A server takes no such request for now."""
+
+
 class RedisClient:
     """`StoreClient` whose values are one hash.
 
@@ -64,10 +72,10 @@ class RedisClient:
     """
 
     errors: tuple[type[Exception], ...] = (
-        *(redis.RedisError, RedisClusterException, RedisRefusedError),
+        *(redis.RedisError, RedisClusterException, RedisRefusedError, RedisUnreadyError),
     )
     passing_errors: tuple[type[Exception], ...] = (
-        *(redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError),
+        *(redis.ConnectionError, redis.TimeoutError, RedisUnreadyError),
         *(ClusterError, RedisClusterException),
     )
 
@@ -113,9 +121,9 @@ class RedisClient:
         except self.errors as error:
             if (denial := _denial(error)) is not None:
                 raise RedisRefusedError(f"{self._url.shown} denies access: {denial}") from error
-            if isinstance(error, redis.ReadOnlyError) or "READONLY" in str(error):  # up to Redis 6
-                self.__dict__.pop("_redis", None)  # it is a replica now: look for the master
-                raise redis.ReadOnlyError(str(error)) from error
+            if isinstance(error, _NOT_NOW) or _NOT_NOW_WORDS.search(str(error)):
+                self.__dict__.pop("_redis", None)  # another server may be the master now
+                raise RedisUnreadyError(str(error)) from error
             raise
 
     @cached_property

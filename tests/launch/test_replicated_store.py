@@ -224,6 +224,37 @@ def test_a_redis_that_became_a_replica_is_left(tmp_path: Path) -> None:
         goes_on(store)
 
 
+@pytest.mark.parametrize("setting", ["min-replicas-to-write", "maxmemory"])
+def test_a_redis_that_takes_no_writes_for_now_is_asked_again(tmp_path: Path, setting: str) -> None:
+    """As without its replica after a failover, or without memory for a while."""
+    with PlainRedis(tmp_path) as servers:
+        client = servers.client(servers.all[0])
+        store = open_replicated_store(
+            servers.url, "job", MINUTE, lambda: client.config_set(setting, 0)
+        )
+        write_first(store)
+        client.config_set(setting, 1)
+        goes_on(store)
+
+
+def test_a_redis_that_is_busy_with_another_client_s_script_is_asked_again(tmp_path: Path) -> None:
+    waits: list[int] = []
+    with PlainRedis(tmp_path) as servers:
+        client = servers.client(servers.all[0])
+
+        def wait() -> None:
+            waits.append(1)
+            with suppress(redis.ResponseError):  # it has ended
+                client.script_kill()
+
+        store = open_replicated_store(servers.url, "job", MINUTE, wait)
+        write_first(store)
+        client.config_set("lua-time-limit", 1)
+        client.connection_pool.get_connection().send_command("EVAL", "while true do end", 0)
+        goes_on(store)
+        assert waits
+
+
 def test_a_cluster_goes_on_without_two_of_its_masters(tmp_path: Path) -> None:
     """One had the job's slot, and a replica; the other one had neither."""
     with ClusterRedis(tmp_path, replica=True) as servers:
