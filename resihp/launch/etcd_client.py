@@ -18,6 +18,11 @@ import urllib3
 from .store_url import StoreUrl
 
 _NOT_AUTHENTICATED, _TOO_MANY, _UNAVAILABLE = 401, 429, 500
+_OF_AN_OLD_TOKEN = (
+    *("revision of auth store is old", "revision in header is old"),
+    *("user name is empty", "invalid auth token"),
+)
+"""Ends of messages after changes of users, roles or authentication, of whatever status."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 1.0
 
 
@@ -152,15 +157,17 @@ class EtcdClient:
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 silent.append(f"{server}: {error}")
                 continue
+            message = "" if answer.status == 200 else _error(answer.data)
+            is_old = bool(headers) and message.endswith(_OF_AN_OLD_TOKEN)
+            if is_old or answer.status == _NOT_AUTHENTICATED:
+                self._token = None  # the request is repeated with another
+                raise EtcdSilentError(message)
             if answer.status == _TOO_MANY or answer.status >= _UNAVAILABLE:  # as without a leader
-                silent.append(f"{server}: {_error(answer.data)}")
+                silent.append(f"{server}: {message}")
                 continue
             self._servers = [server, *(each for each in self._servers if each != server)]
-            if answer.status == _NOT_AUTHENTICATED:
-                self._token = None  # it has expired: the request is repeated with another
-                raise EtcdSilentError(_error(answer.data))
             if answer.status != 200:
-                raise EtcdRefusedError(f"{server}: {_error(answer.data)}")
+                raise EtcdRefusedError(f"{server}: {message}")
             document: dict[str, Any] = json.loads(answer.data.partition(b"\n")[0])
             return document
         raise EtcdSilentError("; ".join(silent))

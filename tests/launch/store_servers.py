@@ -263,10 +263,20 @@ class EtcdServers(Servers):
         """Wait until a member takes part."""
         until(lambda: "header" in self.asked(server, "kv/range", key="eA=="), self.logs)
 
-    def asked(self, server: Server, path: str, **request: Any) -> Any:
+    def enable_passwords(self) -> str:
+        """Let etcd ask for a password, which is that of the user root; returns a token of it."""
+        (server,), root = self.all, {"name": "root", "password": PASSWORD}
+        self.asked(server, "auth/user/add", **root)
+        self.asked(server, "auth/role/add", name="root")
+        self.asked(server, "auth/user/grant", user="root", role="root")
+        self.asked(server, "auth/enable")
+        return str(self.asked(server, "auth/authenticate", **root)["token"])
+
+    def asked(self, server: Server, path: str, token: str = "", **request: Any) -> Any:
         """Answer of a member's gateway."""
         url = f"{self._scheme}://{server.address}/v3/{path}"
-        return self._pool.request("POST", url, json=request).json()
+        headers = {"Authorization": token} if token else {}
+        return self._pool.request("POST", url, json=request, headers=headers).json()
 
 
 def _etcd() -> str:

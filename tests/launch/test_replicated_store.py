@@ -300,11 +300,7 @@ def test_launchers_prolong_one_lease_of_etcd(tmp_path: Path) -> None:
 def test_etcd_by_tls_with_a_password(tmp_path: Path) -> None:
     with EtcdServers(tmp_path, 1, "--auto-tls", scheme="https") as servers:
         (server,) = servers.all
-        root = {"name": "root", "password": PASSWORD}
-        servers.asked(server, "auth/user/add", **root)
-        servers.asked(server, "auth/role/add", name="root")
-        servers.asked(server, "auth/user/grant", user="root", role="root")
-        servers.asked(server, "auth/enable")
+        servers.enable_passwords()
         url = f"etcds://root:{PASSWORD}@{server.address}?ca_certs={servers.certificate}"
         store = open_replicated_store(url, "job", MINUTE)
         write_first(store)
@@ -316,6 +312,19 @@ def test_etcd_by_tls_with_a_password(tmp_path: Path) -> None:
             JobStoppedError, match=f": https://{server.address}: .*invalid user ID or pass"
         ):
             open_replicated_store(wrong, "job", MINUTE)
+
+
+def test_etcd_goes_on_after_changes_of_users(tmp_path: Path) -> None:
+    """A signed token is of no use after any, though the user that it names has not changed."""
+    (tmp_path / "key").write_text(PASSWORD)
+    tokens = f"jwt,priv-key={tmp_path / 'key'},sign-method=HS256"
+    with EtcdServers(tmp_path, 1, "--auth-token", tokens) as servers:
+        root = servers.enable_passwords()
+        url = servers.url.replace("//", f"//root:{PASSWORD}@")
+        store = open_replicated_store(url, "job", MINUTE)
+        write_first(store)
+        servers.asked(servers.all[0], "auth/user/add", root, name="other", password=PASSWORD)
+        goes_on(store)
 
 
 def test_jobs_go_on_without_node_0_and_a_server_of_their_store(tmp_path: Path) -> None:
