@@ -78,10 +78,7 @@ class Ended:
 
 
 class ForkServer:
-    """The launcher's end: starts and ends ranks. The ranks end with the launcher.
-
-    `fileno` is readable when `events` has something to tell.
-    """
+    """The launcher's end: starts and ends ranks. The ranks end with the launcher."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -89,10 +86,6 @@ class ForkServer:
             self._process = start_python(theirs.fileno(), environment)
         self._socket = ours
         self._alive: dict[str, int | None] = {}  # a pid once it is known
-
-    def fileno(self) -> int:
-        """Descriptor to wait on."""
-        return self._socket.fileno()
 
     def start(
         self, key: str, command: Command, variables: Mapping[str, str], streams: Sequence[int]
@@ -118,6 +111,12 @@ class ForkServer:
     def preload(self, command: Command) -> None:
         """Import what the script imports, as far as that is safe, for processes to come."""
         self._send({"preload": asdict(command)})
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `events` has something to tell, or for a time."""
+        with selectors.PollSelector() as selector:  # which takes any descriptor, and no further one
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.select(timeout_s)
 
     def events(self) -> list[Started | Ended]:
         """Take what has happened; if the server died, all its processes have ended by SIGKILL,

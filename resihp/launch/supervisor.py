@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
 import threading
@@ -272,7 +271,7 @@ class Supervisor:
         Where the script recovers from losses by itself, the attempt ends with its last rank.
         """
         while True:
-            select.select([self._server], [], [], self._options.poll_s)
+            self._server.wait(self._options.poll_s)
             for event in self._server.events():
                 if isinstance(event, Ended):
                     self._note_end(attempt, self._ranks[event.key], event)
@@ -412,7 +411,7 @@ class Supervisor:
         """Wait for ranks that were told to end, where the store is gone, as long as they may."""
         until_s = min(self._notice.until_s, time.monotonic() + self._options.shutdown_s)
         while time.monotonic() < until_s:
-            select.select([self._server], [], [], self._options.poll_s)
+            self._server.wait(self._options.poll_s)
             for event in self._server.events():
                 if isinstance(event, Ended):
                     self._ranks[event.key].status = event.status

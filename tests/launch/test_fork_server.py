@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -59,7 +60,7 @@ class Ranks:
     def wait_for(self, kind: type[Started] | type[Ended], key: str) -> Any:
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
-            select.select([self.server], [], [], 1.0)
+            self.server.wait(1.0)
             for event in self.server.events():
                 if isinstance(event, kind) and event.key == key:
                     return event
@@ -674,6 +675,24 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_launcher_with_more_than_a_thousand_open_files(tmp_path: Path) -> None:
+    """As one that a service started with all of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        ranks = Ranks(tmp_path)
+        try:
+            assert ranks.run(ranks.script("tell(done=True)")) == (0, {"done": True}), ranks.logs()
+        finally:
+            ranks.server.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("length", [150_000, 1_000_000])
