@@ -78,7 +78,7 @@ class Output:
     folder     of the files; None: there are none
     redirects  streams of a local rank that go to files alone, as torchrun's digits: 1 stdout,
                2 stderr, 3 both; the key None holds for ranks that are not named
-    tee        streams that go to files and to the launcher's streams
+    tee        streams that go to files and to the launcher's streams, also if `redirects` has them
     shown      local ranks whose streams are shown; None: all
     """
 
@@ -91,7 +91,8 @@ class Output:
         """True if stream 1 or 2 of a rank appears on the launcher's."""
         if self.shown is not None and local_rank not in self.shown:
             return False
-        return not _digit(self.redirects, local_rank) & stream
+        hidden = _digit(self.redirects, local_rank) & ~_digit(self.tee, local_rank)
+        return not hidden & stream
 
     def is_written(self, local_rank: int, stream: int) -> bool:
         """True if stream 1 or 2 of a rank goes to a file."""

@@ -116,9 +116,16 @@ def test_streams_of_single_ranks() -> None:
     output = parsed("--log-dir logs -r 0:3,1:1 -t 2 t.py").output
     assert output.folder is not None
     assert output.folder.parent == Path("logs")
-    assert [output.is_shown(0, stream) for stream in (1, 2)] == [False, False]
+    assert [output.is_shown(0, stream) for stream in (1, 2)] == [False, True]
     assert [output.is_shown(1, stream) for stream in (1, 2)] == [False, True]
     assert [output.is_written(2, stream) for stream in (1, 2)] == [False, True]
+
+
+def test_a_stream_that_goes_to_a_file_alone_and_to_both_goes_to_both() -> None:
+    output = parsed("--redirects 3 --tee 0:1,1:3 t.py").output
+    shown = [[output.is_shown(rank, stream) for stream in (1, 2)] for rank in range(3)]
+    assert shown == [[True, False], [True, True], [False, False]]
+    assert all(output.is_written(rank, stream) for rank in range(3) for stream in (1, 2))
 
 
 @pytest.mark.parametrize(
