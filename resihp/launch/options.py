@@ -13,6 +13,7 @@ from datetime import timedelta
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import get_importer
 from typing import Any
 
 from .cluster_environment import is_this_machine, node_placement
@@ -42,7 +43,8 @@ _MOST_SECONDS = 1e9  # time-outs that follow from these are still ones that Pyth
 class Command:
     """Command line of a rank.
 
-    target     path of a script, name of a module, or a program
+    target     path of a script, or of a folder or an archive with a `__main__.py`; name of a
+               module; or a program
     kind       "script", "module" or "program"
     arguments  command line after the target
     """
@@ -54,12 +56,21 @@ class Command:
     @property
     def refusal(self) -> str | None:
         """Reason for which it cannot be started on this node, or None."""
+        if self.is_container:
+            found = PathFinder.find_spec("__main__", [self.target])
+            return None if found is not None else f"{self.target}: no __main__.py in it"
         if self.kind == "script":
             return None if Path(self.target).is_file() else f"{self.target}: no such file"
         if self.kind == "program":
             return None if shutil.which(self.target) else f"{self.target}: no such program"
         package = self.target.partition(".")[0]
         return None if _is_module(package) else f"{package}: no such module"
+
+    @property
+    def is_container(self) -> bool:
+        """True if the target is a folder or an archive, which Python puts on its path to run the
+        `__main__` in it."""
+        return self.kind == "script" and get_importer(self.target) is not None
 
 
 def _is_module(name: str) -> bool:

@@ -66,7 +66,8 @@ def top_level_imports(command: Command) -> list[str]:
     try:
         if command.kind == "module":
             return [command.target.rpartition(".")[0]] if "." in command.target else []
-        tree = ast.parse(Path(command.target).read_bytes())
+        script = Path(command.target)
+        tree = ast.parse((script / "__main__.py" if script.is_dir() else script).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []
     reached = takewhile(lambda node: not _may_change_the_process(node), tree.body)

@@ -24,10 +24,13 @@ def pose_as(command: Command, at_start: frozenset[str]) -> None:
     script, are forgotten: the script's import finds its own.
     """
     sys.argv = [command.target, *command.arguments]
-    is_script = command.kind == "script"
-    folder = str(Path(command.target).resolve().parent) if is_script else os.getcwd()
-    if sys.flags.safe_path:
+    if command.is_container:
+        folder = os.path.abspath(command.target)
+    elif sys.flags.safe_path:
         return
+    else:
+        is_script = command.kind == "script"
+        folder = str(Path(command.target).resolve().parent) if is_script else os.getcwd()
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
     for name in sys.stdlib_module_names.intersection(sys.modules) - at_start:
@@ -116,6 +119,8 @@ def _run_main(command: Command) -> None:
         # As `python -m` does; `run_module` takes `__main__` away before threads and exit handlers
         # of the module have ended.
         runpy._run_module_as_main(command.target)  # type: ignore[attr-defined]
+    elif command.is_container:
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
         _run_script(command.target, main)
 

@@ -227,14 +227,14 @@ def poller_of(command: Command, run: str) -> RestartPlanPoller | None:
 def job_of(command: Command, run: str) -> str:
     """Return the name by which the ranks register: RESIHP_JOB, else script and run.
 
-    >>> job_of(Command("runs/train.py", "script"), "none")
-    'train'
+    >>> [job_of(Command(path, "script"), "none") for path in ("runs/train.py", ".")]
+    ['train', 'job']
     """
     name = os.environ.get("RESIHP_JOB")
     if name:
         return acceptable_name(name)
     stem = command.target.rpartition(".")[2] if command.kind == "module" else None
-    return name_of_run(stem or Path(command.target).stem, run)
+    return name_of_run(stem or Path(command.target).stem or "job", run)
 
 
 def left_out(plan: Plan, attempt: Attempt) -> dict[str, tuple[int, ...]]:

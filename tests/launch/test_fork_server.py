@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -169,6 +170,33 @@ def test_a_module_is_main_until_its_process_ends(ranks: Ranks) -> None:
     status, told = ranks.run(Command("as_module", "module", ("a", "--b")))
     assert status == 0, ranks.logs()
     assert told == {"same": True, "argv": [script.target, "a", "--b"]}
+
+
+@pytest.mark.parametrize("name", ["app", "app.zip"])
+def test_a_folder_and_an_archive_are_run_as_python_runs_them(ranks: Ranks, name: str) -> None:
+    (ranks.folder / "app").mkdir(exist_ok=True)
+    (ranks.folder / "app" / "beside.py").write_text("OWN = True\n")
+    ranks.script(
+        "import __main__, beside\n"
+        "class Local: pass\n"
+        "tell(own=beside.OWN, argv=sys.argv, path=sys.path[0], file=__file__, name=__name__,"
+        " package=__package__, here=__main__.Local is Local)",
+        "app/__main__.py",
+    )
+    shutil.make_archive(str(ranks.folder / "app"), "zip", ranks.folder / "app")
+    path = str(ranks.folder / name)
+    target = os.path.relpath(path)
+    status, told = ranks.run(Command(target, "script", ("a", "--b")))
+    assert status == 0, ranks.logs()
+    assert told == {
+        "own": True,
+        "argv": [target, "a", "--b"],
+        "path": path,
+        "file": f"{path}/__main__.py",
+        "name": "__main__",
+        "package": "",
+        "here": True,
+    }
 
 
 def test_a_shell_ends_its_pipelines(ranks: Ranks) -> None:
@@ -619,6 +647,8 @@ def test_imports_of_a_script(tmp_path: Path) -> None:
         "try:\n    import i\nexcept ImportError:\n    import j\nelse:\n    import k\n"
     )
     assert top_level_imports(Command(str(path), "script")) == ["a.b", "d", "e", "e.f", "i"]
+    shutil.copy(path, tmp_path / "__main__.py")
+    assert top_level_imports(Command(str(tmp_path), "script")) == ["a.b", "d", "e", "e.f", "i"]
     path.write_text("not python")
     assert top_level_imports(Command(str(path), "script")) == []
     assert top_level_imports(Command(str(tmp_path / "missing.py"), "script")) == []

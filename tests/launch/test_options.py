@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -207,6 +208,7 @@ def test_the_command_passes_everything_on(line: str, monkeypatch: pytest.MonkeyP
     ("line", "words"),
     [
         ("nothing.py", "nothing.py: no such file"),
+        (f"{Path(__file__).parent}", "launch: no __main__.py in it"),
         ("-m nothing.train", "nothing: no such module"),
         ("-m __main__", "__main__: no such module"),
         ("-m .train", ": no such module"),
@@ -222,10 +224,14 @@ def test_a_command_that_is_not_there_is_refused_before_anything_starts(
 
 def test_commands_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").touch()
-    (tmp_path / "mine").mkdir()
+    for folder in ("mine", "folder"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "folder" / "__main__.py").touch()
+    shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path / "folder")
     monkeypatch.chdir(tmp_path)
     for target, kind in (
-        ("train.py", "script"), ("mine.train", "module"), ("json.tool", "module"),
-        ("resihp.launch", "module"), ("sh", "program"),
+        ("train.py", "script"), ("folder", "script"), ("archive.zip", "script"),
+        ("mine.train", "module"), ("json.tool", "module"), ("resihp.launch", "module"),
+        ("sh", "program"),
     ):  # fmt: skip
         assert Command(target, kind).refusal is None, target
