@@ -108,8 +108,8 @@ class Checkpointer:
         """Plan for a state like this one, and allocate the host cache in the background.
 
         Otherwise the first `save` does so and takes longer. A collective call with a process group.
-        Raises `ContractError` for a state that cannot be saved, and if `HostMemory` would keep more
-        than the host cache can hold.
+        Raises `ContractError` for a state that cannot be saved, on any rank, and if `HostMemory`
+        would keep more than the host cache can hold.
         """
         with self._before_close():
             self._stager.fit(state)
@@ -188,7 +188,8 @@ class Checkpointer:
         step  only this one; None: the newest
 
         The next save begins a new lineage: later checkpoints of the past are abandoned, and retired
-        once a new one is complete. Raises `CheckpointError` if no level has a usable checkpoint.
+        once a new one is complete. Raises `CheckpointError` if no level has a usable checkpoint,
+        and `ContractError`, on all ranks, if the `into` of one cannot be filled.
         """
         self._last = None
         self._drain(time.monotonic() + _SETTLE_TIMEOUT_S)  # levels should not change during reads
@@ -296,7 +297,8 @@ class Checkpointer:
             return self._stager.fit(state)
         collected = collect(opened(state))
         vote.items = lambda: save_items_of(collected)
-        if self._votes.newest.version != self._version or not self._stager.has_plan(collected):
+        is_planned = self._stager.has_plan(save_items_of(collected))
+        if self._votes.newest.version != self._version or not is_planned:
             self._plan_together(collected, vote, self._votes)
         return collected
 

@@ -114,6 +114,25 @@ class ProcessGroupRanks:
         return values
 
 
+def gather_valid(ranks: Ranks, value: T | Exception) -> list[T]:
+    """Return the value of every rank; a collective call.
+
+    Raises the error that a rank has in place of a value, on the others as a `ContractError`: if
+    that rank left the call out, its next one would be taken for this one.
+    """
+    if isinstance(value, ContractError):
+        ranks.gather(((value.field, value.problem), None))
+        raise value
+    if isinstance(value, Exception):
+        ranks.gather((("state", f"fails on rank {ranks.rank}: {value!r}"), None))
+        raise value
+    told = ranks.gather((None, value))
+    for problem, _ in told:
+        if problem is not None:
+            raise ContractError(*problem)
+    return [each for _, each in told]
+
+
 def assign_writers(items: Sequence[Sequence[SaveItem]]) -> list[set[tuple[str, tuple[int, ...]]]]:
     """Assign each item to one of its holders, the one with the fewest bytes so far.
 

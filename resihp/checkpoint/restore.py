@@ -23,7 +23,7 @@ from .history import Lineage, StoredCheckpoint, best_first
 from .levels.level import CheckpointReader, Level
 from .levels.local_disk import LocalDisk
 from .providers import LazyTensor, StatefulProvider, StateProvider, provider_of
-from .ranks import Ranks
+from .ranks import Ranks, gather_valid
 from .shard_reader import Located, jobs_of, missing_of, read_object, read_tensors
 from .state_dict import (
     ObjectEntry,
@@ -88,11 +88,12 @@ def restore(
     skipped, torn = inventory.problems, sorted(inventory.torn.items())
     for key in order:
         found = _try(inventory.levels[key], key[0], into, ranks, skipped)
-        successes = ranks.gather(found is not None)
-        if found is not None and not all(successes):
+        result = found if isinstance(found, ContractError) else found is not None
+        successes = [each is True for each in gather_valid(ranks, result)]
+        if isinstance(found, Restored) and not all(successes):
             failed = [str(r) for r, ok in zip(ranks.all, successes, strict=True) if not ok]
             skipped.append(f"step {key[0]} cannot be used by rank {', '.join(failed)}")
-        elif found is not None:
+        elif isinstance(found, Restored):
             skipped += [
                 f"step {n} is torn: {what}" for n, what in torn if n > key[0] and step is None
             ]
@@ -140,7 +141,8 @@ def _order(inventory: _Inventory, ranks: Ranks, only: int | None) -> tuple[list[
 
 def _try(
     levels: Sequence[Level], step: int, into: State, ranks: Ranks, skipped: list[str]
-) -> Restored | None:
+) -> Restored | ContractError | None:
+    """Restore from the first level that can; None if none can, an error if `into` is no state."""
     for level in levels:
         try:
             reader = level.open(step)
@@ -148,8 +150,8 @@ def _try(
                 return Restored(step, level.name, _fill(reader, into, ranks.rank))
             finally:
                 reader.close()
-        except ContractError:
-            raise
+        except ContractError as problem:
+            return problem
         except Exception as problem:  # noqa: BLE001 - storage may fail in any way
             reason = str(problem) or type(problem).__name__
             skipped.append(f"step {step} on {level.name} is unusable: {reason}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,6 +29,7 @@ from resihp.checkpoint import (
 )
 from resihp.checkpoint.levels.level import CheckpointReader
 from resihp.checkpoint.restore import restore
+from resihp.contracts import ContractError
 from resihp.testing.local_ranks import LocalRanks
 from tests.checkpoint.helpers import SlowDisk, load_by_torch, run_python
 
@@ -385,6 +387,26 @@ def apart(rank: int, folder: Path) -> None:
     dist.barrier()
     assert [saver.restore(state).step for _ in range(2)] == [2, 2]
     saver.close()
+
+
+def unfillable(rank: int, folder: Path) -> None:
+    """Rank 1 names a state that cannot be prepared, then one that cannot be filled."""
+    saver = Checkpointer([LocalDisk(folder)])
+    good = {"w": torch.arange(8.0)}
+    with pytest.raises(ContractError, match="sparse_coo"):
+        saver.prepare({"w": torch.ones(8).to_sparse()} if rank else good)
+    saver.prepare(good)
+    assert saver.save(1, good)
+    assert saver.wait(300)
+    dist.barrier()
+    with pytest.raises(ContractError, match="is expanded"):
+        saver.restore({"w": torch.zeros(1).expand(8) if rank else torch.zeros(8)})
+    assert saver.newest_step() == saver.restore({"w": torch.zeros(8)}).step == 1
+    saver.close()
+
+
+def test_what_one_rank_cannot_fill_is_an_error_of_all(tmp_path: Path) -> None:
+    on_two_ranks(tmp_path, unfillable, tmp_path / "disk")
 
 
 class ReadsSlowly(LocalDisk):

@@ -15,7 +15,7 @@ from resihp.contracts import ContractError
 from ..format.shard_file import ShardFile, ShardSpec
 from ..history import Lineage
 from ..providers import TensorSource, memory_of
-from ..ranks import Ranks, SaveItem, assign_writers
+from ..ranks import Ranks, SaveItem, assign_writers, gather_valid
 from ..state_dict import CollectedState, State, collect, extra_entry, opened
 from .copier import Copier, address_of, chunks_of, write_order
 from .fence import FenceWait
@@ -148,17 +148,23 @@ class Stager:
     def fit(self, state: State) -> CollectedState:
         """Plan for the state if its shapes are new, and allocate the cache; a collective call.
 
-        Raises `ContractError` for a state that cannot be saved.
+        Raises `ContractError` for a state that cannot be saved, on this rank or on another one.
         """
-        collected = collect(opened(state))
-        if not self.has_plan(collected):
-            self.plan(collected, self._ranks.gather(save_items_of(collected)))
+        try:
+            collected = collect(opened(state))
+        except Exception as problem:
+            gather_valid(self._ranks, problem)
+            raise
+        items = save_items_of(collected)
+        told = gather_valid(self._ranks, (self.has_plan(items), items))
+        if not all(has_plan for has_plan, _ in told):
+            self.plan(collected, [each for _, each in told])
         self._fit_cache()
         return collected
 
-    def has_plan(self, state: CollectedState) -> bool:
-        """Return True if the plan is for a state of these shapes."""
-        return self._plan is not None and self._plan.held == save_items_of(state)
+    def has_plan(self, items: Sequence[SaveItem]) -> bool:
+        """Return True if the plan is for a state with these items."""
+        return self._plan is not None and self._plan.held == items
 
     def plan(self, state: CollectedState, everyones: Sequence[Sequence[SaveItem]]) -> None:
         """Plan for a state, given the items of all ranks.
