@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import get_ident
+from threading import local
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,16 @@ from .vote import Vote, VoteQueue
 
 _SETTLE_TIMEOUT_S = 10.0
 """Time that checkpoints in flight get to complete before a restore begins."""
+
+
+class _CallsOfThread(local):
+    """Calls of a checkpointer that a thread is in, one within another.
+
+    late_close_s  timeout of a `close` that a signal handler has asked for meanwhile
+    """
+
+    depth = 0
+    late_close_s: float | None = None
 
 
 class Checkpointer:
@@ -85,8 +95,7 @@ class Checkpointer:
                 self.ranks, [level.name for level in levels], self._problems, self._abandon
             )
         self._version, self._is_closed = 0, False
-        self._within: int | None = None
-        self._late_close_s: float | None = None
+        self._calls = _CallsOfThread()
         self._last: CapturedState | None = None
         self._current: InFlightCheckpoint | None = None
         self._begun_s: float | None = None
@@ -218,8 +227,8 @@ class Checkpointer:
         """
         if self._is_closed:
             return
-        if self._within == get_ident():
-            self._late_close_s = timeout_s
+        if self._calls.depth:
+            self._calls.late_close_s = timeout_s
             log.warning(
                 "close interrupts another call, which closes when it ends: if the signal handler"
                 " ends the process before, checkpoints that are not complete are lost"
@@ -369,13 +378,15 @@ class Checkpointer:
         It would wait for threads that wait for what this one holds: a lock, a chunk that it is
         copying, a checkpoint that it has not yet given to the levels.
         """
-        outer, self._within = self._within, get_ident()
+        calls = self._calls
+        calls.depth += 1
         try:
             yield
         finally:
-            self._within = outer
-            if outer is None and self._late_close_s is not None:
-                self.close(self._late_close_s)
+            calls.depth -= 1
+            if not calls.depth and calls.late_close_s is not None:
+                timeout_s, calls.late_close_s = calls.late_close_s, None
+                self.close(timeout_s)
 
     @contextmanager
     def _boundary(self, where: str) -> Iterator[None]:

@@ -25,6 +25,7 @@ from resihp.checkpoint import (
     checkpointer,
 )
 from resihp.checkpoint.level_pipeline import LevelPipeline
+from resihp.checkpoint.policy import SaveTiming
 from resihp.checkpoint.staging.in_flight import InFlightCheckpoint
 from tests.checkpoint.helpers import (
     GatedDisk,
@@ -336,3 +337,35 @@ def test_a_handler_that_closes_between_the_copy_and_the_levels(
     saver.close(60)
     assert "close interrupts another call" in caplog.text
     assert_stamped(back_from(disk)[1], 2)
+
+
+def test_a_wait_of_another_thread_leaves_close_to_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins during a save of this thread, and ends after that."""
+    disk, waits, state = GatedDisk(tmp_path), threading.Event(), stamped(1)
+
+    class SecondMeetsWait:
+        def is_due(self, timing: SaveTiming) -> bool:
+            if timing.step == 2:
+                waiting.start()
+                assert waits.wait(60)
+            return True
+
+    saver = Checkpointer([disk], SecondMeetsWait())
+    waiting = threading.Thread(target=saver.wait, args=(300,))
+    wait = saver._pipeline.wait
+
+    def begin_to_wait(deadline_s: float) -> bool:
+        waits.set()
+        return wait(deadline_s)
+
+    monkeypatch.setattr(saver._pipeline, "wait", begin_to_wait)
+    assert saver.save(1, state)
+    saver.fence()
+    saver.save(2, state)
+    disk.gate.set()
+    waiting.join(60)
+    saver.close()
+    assert disk.steps() == [1, 2]
+    assert not saver.save(3, state), "it has been closed"
