@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import local
+from threading import RLock, local
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,8 @@ class Checkpointer:
             self._votes = VoteQueue(
                 self.ranks, [level.name for level in levels], self._problems, self._abandon
             )
-        self._version, self._is_closed = 0, False
+        self._version, self._is_closing, self._is_closed = 0, False, False
+        self._one_closes = RLock()
         self._calls = _CallsOfThread()
         self._last: CapturedState | None = None
         self._current: InFlightCheckpoint | None = None
@@ -139,7 +140,7 @@ class Checkpointer:
         with self._before_close():
             vote, checkpoint = Vote(lambda: None, self._version), None
             with self._boundary("save"):
-                if self._is_closed:
+                if self._is_closing:
                     raise CheckpointError("the checkpointer has been closed")
                 checkpoint = self._save(valid_step(step), state, extra or {}, vote)
             vote.begun.set_result(checkpoint)
@@ -222,8 +223,9 @@ class Checkpointer:
         state is saved now, provided that it has not changed since. At the end of the program
         checkpointers that are still open are closed.
 
-        In a signal handler that interrupts another call this only notes the request, and that call
-        closes when it ends: the handler should return or raise, as `sys.exit`.
+        In a signal handler that interrupts another call, also of `close`, this only notes the
+        request, and that call closes when it ends: the handler should return or raise, as
+        `sys.exit`. A `close` that an exception has ended goes on at the end of the program.
         """
         if self._is_closed:
             return
@@ -235,16 +237,12 @@ class Checkpointer:
             )
             return
         deadline_s = time.monotonic() + timeout_s
-        self._is_closed = True
-        cancel_close_at_exit(self)
-        if self._votes is not None:
-            self._votes.close(timeout_s / 2)  # a lost peer leaves time to finish without it
-        self._drain(deadline_s)
-        with self._boundary("close"):
-            self._save_last(deadline_s)
-        self._drain(deadline_s)
-        self._pipeline.close(deadline_s)
-        self._stager.close(deadline_s)
+        with self._before_close():
+            if self._one_closes.acquire(timeout=max(0.0, timeout_s)):
+                try:
+                    self._close(deadline_s)
+                finally:
+                    self._one_closes.release()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -269,6 +267,22 @@ class Checkpointer:
             return
         self._window_s = time.monotonic() - checkpoint.begun_s
         self._current = None
+
+    def _close(self, deadline_s: float) -> None:
+        """Finish all and end all threads; again from the start if a signal handler has ended it."""
+        if self._is_closed:
+            return
+        self._is_closing = True
+        if self._votes is not None:  # a lost peer leaves time to finish without it
+            self._votes.close(max(0.0, deadline_s - time.monotonic()) / 2)
+        self._drain(deadline_s)
+        with self._boundary("close"):
+            self._save_last(deadline_s)
+        self._drain(deadline_s)
+        self._pipeline.close(deadline_s)
+        self._stager.close(deadline_s)
+        self._is_closed, self._last = True, None
+        cancel_close_at_exit(self)
 
     def _drain(self, deadline_s: float) -> bool:
         with self._before_close():
@@ -347,7 +361,7 @@ class Checkpointer:
 
     def _save_last(self, deadline_s: float) -> None:
         """Save the last captured state on the levels that skipped it, if it has not changed."""
-        last, self._last = self._last, None
+        last = self._last
         lacking = [] if last is None else self._pipeline.lacking(last.identity)
         if last is None or not lacking:
             return
@@ -358,10 +372,14 @@ class Checkpointer:
         if checkpoint is None:
             raise CheckpointError(f"step {step} is not on {names}: no room within the timeout")
         self._pipeline.expect(checkpoint, lacking)
-        checkpoint.settle(checkpoint.receivers)
-        self._stager.start(checkpoint)
-        for worker in lacking:
-            worker.offer(checkpoint)
+        try:
+            checkpoint.settle(checkpoint.receivers)
+            self._stager.start(checkpoint)
+            for worker in lacking:
+                worker.offer(checkpoint)
+        except BaseException as problem:  # a signal handler's: the next `close` saves it anew
+            self._pipeline.withdraw(checkpoint, lacking, problem)
+            raise
         self._current = checkpoint
         self.counters.started += 1
 

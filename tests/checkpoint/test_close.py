@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
+from resihp import _shutdown
 from resihp.checkpoint import (
     Checkpointer,
     HostMemory,
@@ -369,3 +370,32 @@ def test_a_wait_of_another_thread_leaves_close_to_this_one(
     saver.close()
     assert disk.steps() == [1, 2]
     assert not saver.save(3, state), "it has been closed"
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_handler_that_ends_close_leaves_it_to_the_end_of_the_program(
+    tmp_path: Path, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = GatedDisk(tmp_path)
+    saver = Checkpointer([disk])
+    (worker,) = saver._pipeline._first
+    wait, is_first = saver._pipeline.wait, [True]
+
+    def interrupted(deadline_s: float) -> bool:
+        if is_first and is_first.pop():
+            if closes:
+                saver.close(60)
+            raise SystemExit
+        disk.gate.set()
+        return wait(deadline_s)
+
+    monkeypatch.setattr(saver._pipeline, "wait", interrupted)
+    assert not save_all(saver, range(5))[-1], "there was no room"
+    with pytest.raises(SystemExit):
+        saver.close(60)
+    if not closes:
+        assert saver in _shutdown._open
+        saver.close(60)  # as at the end of the program
+    assert not worker._thread.is_alive()
+    assert saver not in _shutdown._open
+    assert_stamped(back_from(disk)[1], 4)
