@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import resource
@@ -10,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from resihp.checkpoint import Checkpointer, HostMemory, IndependentRank, PeerMemory
-from resihp.checkpoint.format.checksum import checksum
+from resihp.checkpoint.format.checksum import CRC32, checksum
 from resihp.checkpoint.format.index import FileIndex
 from resihp.checkpoint.history import Lineage
 from resihp.checkpoint.levels import peer_server
 from resihp.checkpoint.levels.host_memory import ImageStore
+from resihp.checkpoint.levels.peer_memory import PeerReader
 from resihp.checkpoint.levels.peer_server import Connection, PeerServer
 from resihp.checkpoint.restore import restore
 from resihp.checkpoint.staging.host_buffer import HostBuffer
@@ -351,3 +354,76 @@ def test_buffers_are_reused_by_senders_of_unequal_images(
             assert {size for size, free in server._free.items() if free} == {1500}
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def answering(*answers: bytes) -> Iterator[tuple[str, int]]:
+    """Address of a server that answers each header of one client with the next of these."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError), listening.accept()[0] as client:
+                for answer in answers:
+                    client.recv(4096)
+                    client.sendall(len(answer).to_bytes(4, "little") + answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listening.getsockname()
+        thread.join(60)
+
+
+def with_crc(rest: object) -> str:
+    text = f'{{"tensors": [], "rest": {json.dumps(rest)}, "crc": '
+    return f"{text}{zlib.crc32(text.encode())}}}"
+
+
+REST = {
+    "step": 1, "rank": 7, "lineage": {"run": "r", "born": 1, "first": 0}, "ranks": [7],
+    "tensor_bytes": 0, "things": [], "file_bytes": 0, "checksums": [], "beside": [], "sums": CRC32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\xff\xfe\0x",
+        b"[" * 100_000,
+        b'{"indexes": 3}',
+        b'{"indexes": [3, null, {}]}',
+        json.dumps({"indexes": [with_crc([1])]}).encode(),
+        json.dumps({"indexes": [with_crc({**REST, "step": "1"})]}).encode(),
+        json.dumps({"indexes": [with_crc({**REST, "ranks": [[7]]})]}).encode(),
+        json.dumps({"indexes": [with_crc({**REST, "file_bytes": 1 << 60})]}).encode(),
+        json.dumps(
+            {"indexes": [with_crc({**REST, "lineage": {"run": "r", "born": "x", "first": 0}})]}
+        ).encode(),
+    ],
+)
+def test_what_one_server_says_wrongly_hides_no_image_of_others(answer: bytes) -> None:
+    with (
+        connected_pair("127.0.0.1") as (own, peers, theirs),
+        answering(b'{"accepted": true}', answer) as address,
+    ):
+        with Checkpointer([own, peers]) as saver:
+            saver.save(1, stamped(1))
+            assert saver.wait(300)
+        peers.connect(0, {0: peers.address, 1: theirs.address, 2: address})
+        assert peers.steps() == [1]
+
+
+def test_a_copy_that_is_sent_wrongly_gives_way_to_another() -> None:
+    with (
+        connected_pair("127.0.0.1") as (own, peers, theirs),
+        answering(b'{"accepted": true}', b"\xff\xfe\0x") as address,
+    ):
+        with Checkpointer([own, peers]) as saver:
+            saver.save(1, stamped(1))
+            assert saver.wait(300)
+        (index,) = own.store.indexes()
+        holders = {0: [(index, address), (index, theirs.address)]}
+        reader = PeerReader(holders, lambda at: Connection.to(at, peers.token, 60))
+        part = memoryview(bytearray(index.chunks[0][1]))
+        reader.read(0, 0, part)
+        reader.close()
+        assert index.is_intact(0, part)

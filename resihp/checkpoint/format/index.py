@@ -128,18 +128,34 @@ def read_index(text: str, where: str) -> FileIndex:
         body, crc = text.rsplit('"crc": ', 1)
         is_intact = int(crc[:-1]) == zlib.crc32(f'{body}"crc": '.encode())
         obj = json.loads(text)
-    except ValueError:
+        kind = obj["rest"].pop("sums", None)
+        index = _index_of(obj) if is_intact and kind == CRC32 else None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         is_intact = False
     if not is_intact:
         raise CheckpointDamagedError(where, (), "its index is damaged")
-    rest: dict[str, Any] = obj["rest"]
-    if (kind := rest.pop("sums", None)) != CRC32:
+    if index is None:
         raise CheckpointError(f"{where}: unknown kind of checksums: {kind}")
+    return index
+
+
+def _index_of(obj: dict[str, Any]) -> FileIndex:
+    """Convert the JSON of an index. Raises an error of any kind for one that is malformed."""
+    rest: dict[str, Any] = obj["rest"]
     rest["ranks"], rest["lineage"] = tuple(rest["ranks"]), Lineage(**rest["lineage"])
     rest["beside"] = tuple(rest.get("beside", ()))
     rest["checksums"] = tuple(int(value, 16) for value in rest["checksums"])
     objects = tuple(map(_entry, rest.pop("things")))
-    return FileIndex(tensors=tuple(map(_entry, obj["tensors"])), objects=objects, **rest)
+    index = FileIndex(tensors=tuple(map(_entry, obj["tensors"])), objects=objects, **rest)
+    lineage, nbytes = index.lineage, index.file_bytes - index.tensor_bytes
+    numbers = (index.step, index.rank, *index.ranks, *index.beside, lineage.born, lineage.first)
+    for number in (*numbers, index.tensor_bytes, nbytes):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{number!r} is no number of an index")
+    count = -(-index.tensor_bytes // CHUNK_BYTES) - (-nbytes // CHUNK_BYTES)
+    if not isinstance(lineage.run, str) or len(index.checksums) != count:
+        raise ValueError("malformed")
+    return index
 
 
 @lru_cache(maxsize=4)

@@ -34,16 +34,17 @@ class Inventory:
     def ask(
         cls, addresses: Iterable[Address], connect: Callable[[Address], Connection]
     ) -> Inventory:
-        """Ask every server; one that does not answer holds nothing."""
+        """Ask every server; one that does not answer as it should holds nothing."""
         held: list[Holder] = []
         for address in addresses:
             with (
-                contextlib.suppress(OSError, CheckpointError, LookupError),
+                contextlib.suppress(OSError, CheckpointError, LookupError, TypeError),
                 contextlib.closing(connect(address)) as connection,
             ):
                 connection.send(do="list")
-                texts = connection.receive()["indexes"]
-                held += [(read_index(text, f"memory at {address}"), address) for text in texts]
+                for text in connection.receive()["indexes"]:
+                    with contextlib.suppress(CheckpointError):
+                        held.append((read_index(text, f"memory at {address}"), address))
         return cls(held)
 
     def at(self, step: int) -> Inventory:

@@ -78,7 +78,9 @@ class Connection:
             raise OSError("received bytes are not a header")
         text = bytearray(length)
         self.receive_into(memoryview(text))
-        header: dict[str, Any] = json.loads(text)
+        header: dict[str, Any] | None = None
+        with contextlib.suppress(ValueError, RecursionError):
+            header = json.loads(text)
         if not isinstance(header, dict):
             raise OSError("received bytes are not a header")
         if "problem" in header:
