@@ -293,6 +293,36 @@ def test_a_client_for_whom_no_thread_can_start_is_disconnected(
     assert is_served(server)
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"[" * 100_000,
+        b"{}",
+        b'{"do": "put", "tensor_bytes": Infinity}',
+        b'{"do": "put", "tensor_bytes": %d}' % 2**62,
+        b'{"do": "put", "tensor_bytes": %d}' % 2**70,
+        b'{"do": "get", "rank": 0, "step": 0, "start": 0, "count": %d}' % 2**33,
+        b'{"do": "get", "rank": 0, "step": 0, "start": 0, "count": %d}' % 2**70,
+        b'{"do": "get", "rank": [1], "step": 0, "start": 0, "count": 4}',
+    ],
+)
+def test_whatever_a_client_asks_its_connection_is_closed(server: PeerServer, sent: bytes) -> None:
+    with socket.create_connection(server.address, 60) as client:
+        for message in (b'{"token": "t"}', sent):
+            client.sendall(len(message).to_bytes(4, "little") + message)
+        received = b"".join(iter(lambda: client.recv(100), b""))
+        assert received.endswith(b"}"), "let in"
+        assert b"problem" not in received
+    assert is_served(server)
+
+
+def test_a_stranger_who_sends_deep_brackets_is_shut_out(server: PeerServer) -> None:
+    with socket.create_connection(server.address, 60) as client:
+        client.sendall((4096).to_bytes(4, "little") + b"[" * 4096)
+        assert client.recv(1) == b""
+    assert is_served(server)
+
+
 def test_a_server_allows_itself_more_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard <= 1024:

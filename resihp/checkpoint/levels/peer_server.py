@@ -168,7 +168,9 @@ class PeerServer:
 
     def _serve(self, connection: Connection) -> None:
         """Answer requests until the client disconnects, times out or breaks the protocol."""
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, CheckpointError):
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end, connection)
+            stack.enter_context(contextlib.suppress(Exception))  # a client may send anything
             token = str(connection.receive(_LONGEST_GREETING).get("token"))
             if not hmac.compare_digest(token.encode(), self.token.encode()):
                 connection.send(problem="wrong token")
@@ -176,7 +178,6 @@ class PeerServer:
                 connection.send(accepted=True)
                 while True:
                     self._answer(connection)
-        self._end(connection)
 
     def _answer(self, connection: Connection) -> None:
         request = connection.receive()
@@ -207,8 +208,10 @@ class PeerServer:
         connection.send(done=True)
 
     def _send_range(self, connection: Connection, request: dict[str, int]) -> None:
-        rank, step = request["rank"], request["step"]
-        part = bytearray(request["count"])
+        rank, step, count = request["rank"], request["step"], request["count"]
+        if count > CHUNK_BYTES:
+            raise ValueError(f"{count} bytes are more than a chunk")
+        part = bytearray(count)
         try:
             is_own = (step, rank) in {(i.step, i.rank) for i in self._own.indexes()}
             image = (self._own if is_own else self._store).get(rank, step)
