@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol, TypeVar
+from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torch.distributed.constants import default_pg_timeout
 from resihp.contracts import ContractError
 
 T = TypeVar("T")
+
+_LONGEST_RUN = 200
+"""Characters of a run; a file name has 255, with the step, the lineage and an ending."""
 
 
 class SaveItem(NamedTuple):
@@ -56,12 +60,15 @@ class IndependentRank:
     """A rank that saves without coordination: a single process, or one with disjoint shards.
 
     With several `ranks` the shards of all must be known to be disjoint and complete, and `run`
-    must be a text that is the same on all ranks and changes with each start of the job.
+    must be a text that is the same on all ranks and changes with each start of the job. It is part
+    of names of files: raises `ContractError` for one with `/`, NUL or over 200 characters.
     """
 
     def __init__(self, rank: int = 0, ranks: Sequence[int] = (0,), run: str | None = None) -> None:
         if rank not in ranks or (len(ranks) > 1 and run is None):
             raise ContractError("ranks", "several ranks need a common run and must contain rank")
+        if run is not None:
+            _check_run(run)
         self.rank, self.all, self.run = rank, tuple(sorted(ranks)), run or uuid.uuid4().hex[:12]
 
     def gather(self, value: T) -> list[T]:
@@ -112,6 +119,14 @@ class ProcessGroupRanks:
         values: list[T] = [value] * len(self.all)
         dist.all_gather_object(values, value, group=group)
         return values
+
+
+def _check_run(run: str) -> None:
+    """Raise `ContractError` for a run that names of files and folders cannot hold."""
+    if not isinstance(run, str) or "/" in run or "\0" in run:
+        raise ContractError("run", f"a text without '/' and NUL, as it is in names, not {run!r}")
+    if len(quote(run, safe="")) > _LONGEST_RUN:
+        raise ContractError("run", f"has more than {_LONGEST_RUN} characters, quoted as in a URL")
 
 
 def gather_valid(ranks: Ranks, value: T | Exception) -> list[T]:
