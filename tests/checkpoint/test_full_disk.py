@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileOpener
 
-from resihp.checkpoint import Checkpointer, IndependentRank, LocalDisk
+from resihp.checkpoint import Checkpointer, IndependentRank, LocalDisk, SharedStorage
+from resihp.checkpoint.levels import Level
 from resihp.checkpoint.restore import restore
 
 NBYTES = 3 << 20
@@ -71,7 +73,7 @@ def train(saver: Checkpointer, steps: range) -> None:
         saver.fence()
 
 
-def newest(disk: LocalDisk) -> int:
+def newest(disk: Level) -> int:
     """The newest step, after a restore that verifies every byte of it."""
     into = state_of(-1)
     restored = restore([disk], into, IndependentRank())
@@ -191,3 +193,46 @@ def test_kills_on_a_full_disk_leave_a_whole_checkpoint(tmpfs: Path) -> None:
         job.wait()
         assert newest(disk) > last + 1, "saves go on"
         last = newest(disk)
+
+
+@pytest.mark.parametrize("failing", ["distcp", "index.json", "lineage.json", "metadata"])
+def test_an_upload_that_finds_no_space_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Local files are cut off where the space ends."""
+    shared, opened = SharedStorage(f"file://{tmp_path}", keep=2), LocalFileOpener.write
+
+    def write(file: LocalFileOpener, content: bytes) -> int:
+        if "step-000000001" in file.path and failing in file.path:
+            opened(file, bytes(content)[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(file, content)
+
+    monkeypatch.setattr(LocalFileOpener, "write", write)
+    with Checkpointer([shared]) as saver:
+        train(saver, range(2))
+        assert saver.counters.levels[shared.name].failed == 1
+        assert shared.steps() == [0]
+        assert {path.name for path in tmp_path.glob("step-000000001/*")} <= {"lineage.json"}
+        train(saver, range(2, 3))
+    assert shared.steps() == [0, 2]
+    assert newest(shared) == 2
+
+
+def test_a_step_that_cannot_be_replaced_for_want_of_space_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, opened = SharedStorage(f"file://{tmp_path}"), LocalFileOpener.write
+    with Checkpointer([shared]) as saver:
+        train(saver, range(1))
+
+    def write(file: LocalFileOpener, content: bytes) -> int:
+        if "metadata" in file.path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(file, content)
+
+    monkeypatch.setattr(LocalFileOpener, "write", write)
+    with Checkpointer([shared]) as saver:
+        train(saver, range(1))
+        assert saver.counters.levels[shared.name].failed == 1
+    assert newest(shared) == 0

@@ -15,6 +15,7 @@ from glob import has_magic
 from typing import IO, Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from resihp.contracts import CheckpointError, ContractError
 
@@ -37,7 +38,7 @@ from ..history import (
     merged_lineage,
     read_lineage,
 )
-from ..staging.in_flight import InFlightCheckpoint
+from ..staging.in_flight import InFlightCheckpoint, ShardIdentity
 from .checkpoint_folder import step_name, step_of
 from .level import CheckpointReader, Level, valid_keep
 
@@ -69,12 +70,41 @@ class SharedStorage(Level):
         """
         me = checkpoint.identity
         folder, run = self._folder(me.step), me.lineage.run
+        data, index_file = data_name(me.rank, run), index_name(me.rank, run)
         self._fs.makedirs(folder, exist_ok=True)
-        with self._fs.open(f"{folder}/{data_name(me.rank, run)}", "wb") as file:
-            index = self._send(checkpoint, file)
-        self._fs.pipe_file(f"{folder}/{index_name(me.rank, run)}", index.to_json().encode())
-        if self._publish(folder, index):
+        try:
+            with self._fs.open(f"{folder}/{data}", "wb") as file:
+                index = self._send(checkpoint, file)
+            self._write(f"{folder}/{index_file}", index.to_json().encode())
+            is_published = self._publish(folder, index)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the storage has failed already
+                if not self._may_be_published(folder, index_file, me):
+                    self._delete(folder, [index_file, data])  # fills the storage otherwise
+            raise
+        if is_published:
             self._drop_old(me.step)
+
+    def _may_be_published(self, folder: str, index_file: str, me: ShardIdentity) -> bool:
+        """Return True if a step that failed here is complete, or may be by another rank."""
+        names = self._names(folder)
+        if index_file not in names or len(me.ranks) > 1:
+            return index_file in names
+        return METADATA in names and self._lineage(folder).run == me.lineage.run
+
+    def _write(self, path: str, content: bytes) -> None:
+        """Write a small file whole or not at all; object stores do so themselves."""
+        if not isinstance(self._fs, LocalFileSystem):
+            self._fs.pipe_file(path, content)
+            return
+        unfinished = f"{path}.part"
+        try:
+            self._fs.pipe_file(unfinished, content)
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
 
     def _send(self, checkpoint: InFlightCheckpoint, file: IO[bytes]) -> FileIndex:
         if checkpoint.stored is not None:
@@ -105,8 +135,8 @@ class SharedStorage(Level):
         if former.born > lineage.born:
             self._delete(folder, needed)
             raise CheckpointError(f"{folder} is there, of a run that began later")
-        self._fs.pipe_file(f"{folder}/{LINEAGE}", lineage_json(lineage))
-        self._fs.pipe_file(f"{folder}/{METADATA}", to_metadata(indexes, run))
+        self._write(f"{folder}/{LINEAGE}", lineage_json(lineage))
+        self._write(f"{folder}/{METADATA}", to_metadata(indexes, run))
         replaced = {former.run, UNKNOWN.run} - {run}
         self._delete(folder, {name for name in names if run_of(name) in replaced})
         return True
