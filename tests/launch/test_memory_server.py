@@ -120,6 +120,16 @@ def test_a_node_that_comes_anew_reads_too(
     spare.server.close()
 
 
+def test_a_damaged_file_of_this_node_gives_way_to_the_copy(
+    nodes: list[MemoryNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = nodes[1].folder / "step-000000003" / "__1_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert_restored(nodes[1].level(monkeypatch, nodes), 3)
+
+
 def test_what_two_nodes_held_is_said_to_be_lost(
     nodes: list[MemoryNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:

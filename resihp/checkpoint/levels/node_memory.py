@@ -22,7 +22,7 @@ from ..staging.in_flight import InFlightCheckpoint
 from .checkpoint_folder import FolderReader, part_folder, step_name
 from .level import CheckpointReader
 from .local_disk import LocalDisk
-from .peer_memory import Holder, Inventory, PeerReader
+from .peer_memory import Holder, Inventory, PeerReader, may_be_intact
 from .peer_server import Address, Connection
 
 _log = logging.getLogger("resihp.checkpoint")
@@ -173,7 +173,8 @@ class _NodesReader(PeerReader):
         if self._own is not None and rank in self._is_own:
             with contextlib.suppress(OSError):
                 self._own.read(rank, start, into)
-                return
+                if may_be_intact(self.indexes[rank], start, into):
+                    return
         super().read(rank, start, into)
 
     def close(self) -> None:

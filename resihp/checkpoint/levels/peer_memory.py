@@ -239,8 +239,8 @@ class PeerReader(CheckpointReader):
             except (OSError, CheckpointError) as raised:
                 problem = raised
                 continue
-            problem, span = None, (start, start + len(into))
-            if span not in index.chunks or index.is_intact(index.chunks.index(span), into):
+            problem = None
+            if may_be_intact(index, start, into):
                 return
         if problem is not None:
             raise problem
@@ -267,3 +267,9 @@ class PeerReader(CheckpointReader):
             raise
         with self._lock:
             idle.append(connection)
+
+
+def may_be_intact(index: FileIndex, start: int, part: memoryview) -> bool:
+    """Return False if a part of a file is one of its chunks and has another checksum."""
+    span = (start, start + len(part))
+    return span not in index.chunks or index.is_intact(index.chunks.index(span), part)
