@@ -24,6 +24,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
+from urllib.parse import quote
 
 from resihp.contracts import CheckpointError, ContractError
 
@@ -54,7 +55,7 @@ def step_of(name: str) -> int | None:
 
 def part_folder(final: Path, run: str) -> Path:
     """Folder in which the ranks write before its publication as `final`."""
-    return final.with_name(f".{final.name}.{run}.part")
+    return final.with_name(f".{final.name}.{quote(run, safe='')}.part")
 
 
 def write_index(part: Path, index: FileIndex) -> None:
@@ -185,7 +186,7 @@ class CheckpointFolder(Level):
 
     def _parts_of(self, run: str) -> list[Path]:
         """List the unfinished checkpoints of this run, in any layout."""
-        job = run.partition(".")[0]
+        job = quote(run.partition(".")[0], safe="")
         return [path for path in self.folder.glob(".step-*.part") if path.name.split(".")[2] == job]
 
     def _reuse(self, target: Path) -> None:
