@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import pytest
@@ -12,6 +13,7 @@ from resihp.elastic.ddp.gradients import LoopGradients
 from resihp.elastic.ddp.groups import ReplicaGroups
 from resihp.elastic.microbatches.assignment import Assignment
 from resihp.elastic.process_groups.abortable import AbortableProcessGroup, ProcessGroupFactory
+from resihp.elastic.process_groups.bucketed_allreduce import BucketedAllReduce, GradientSlice
 from tests.elastic.threads import on_ranks
 
 REPLICAS = (0, 1)
@@ -59,6 +61,51 @@ def test_sums_keep_the_memory_format_of_their_parameter(ordered: bool) -> None:
             assert gradient is not None
             assert parameter.grad.stride() == parameter.stride()
             torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Another default dtype of torch than fp32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default_dtype")
+def test_ordered_sums_are_fp32_whatever_the_default_dtype() -> None:
+    models = [nn.Linear(4, 3, dtype=torch.float32) for _ in REPLICAS]
+
+    def run_rank(factory: ProcessGroupFactory) -> list[torch.Tensor]:
+        group, model = factory.group("replicas", REPLICAS), models[factory.rank]
+        groups, sums = ReplicaGroups(group, group), gradients_of(model, ordered=True)
+        sums.begin()
+        with sums.adding(SHARES[factory.rank].todo, groups, is_last=True):
+            model(torch.full((1, 4), 1.0 + factory.rank, dtype=torch.float32)).sum().backward()
+        sums.sum_over(groups, SHARES, factory.rank)
+        assert sums.total is not None
+        return sums.total
+
+    for weight, bias in on_ranks(REPLICAS, run_rank).values():
+        assert torch.equal(weight, torch.full((3, 4), 3.0, dtype=torch.float32))
+        assert torch.equal(bias, torch.full((3,), 2.0, dtype=torch.float32))
+
+
+@pytest.mark.usefixtures("default_dtype")
+def test_a_rank_that_only_receives_sums_has_those_of_the_sender() -> None:
+    def run_rank(factory: ProcessGroupFactory) -> list[torch.Tensor]:
+        group = factory.group("replicas", REPLICAS)
+        kept, shared = (nn.Parameter(torch.zeros(3, dtype=torch.float32)) for _ in range(2))
+        for parameter in (kept, shared):
+            parameter.grad = torch.full_like(parameter, 1.0 + factory.rank)
+        slices = [(group, [GradientSlice(kept), GradientSlice(shared)])]
+        bucketed = BucketedAllReduce(
+            slices, 1 << 20, holders=lambda one: REPLICAS if one.parameter is shared else (0,)
+        )
+        return [summed for _, summed in bucketed.finish()]
+
+    for sums in on_ranks(REPLICAS, run_rank).values():
+        assert torch.equal(sums[-1], torch.full((3,), 3.0, dtype=torch.float32))
 
 
 def test_a_parameter_that_is_frozen_between_two_steps_keeps_no_gradient() -> None:

@@ -272,7 +272,7 @@ class _ScatteredBucket(_Bucket):
     def _start_exchange(self, sent: Sequence[Sequence[torch.Tensor]], into: list[int]) -> None:
         """Start to send each rank some tensors, and to receive so many elements from each."""
         flats = [part.reshape(-1) for parts in sent for part in parts]
-        flat = torch.cat(flats) if flats else torch.empty(0, device=self.group.device)
+        flat = torch.cat(flats) if flats else self.slices[0].read().new_empty(0)
         self.received = flat.new_empty(sum(into))
         out = [sum(part.numel() for part in parts) for parts in sent]
         self.work = self.group.start_all_to_all(self.received, flat, into, out)

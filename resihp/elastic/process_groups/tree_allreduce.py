@@ -24,7 +24,7 @@ def tree_allreduce(
     """Return the sum [size] of all leaves, equal to the bit on every rank; collective over `group`.
 
     index     position of this rank in the group
-    own       this rank's sums, one for each of its nodes: tensors with `size` elements together
+    own       this rank's sums, one for each of its nodes: tensors with `size` elements, fp32
     nodes_of  the nodes of each rank of the group, in its order; all ranks know them
     device    of the tensors, which a rank without nodes cannot tell; None: the group's
 
@@ -37,14 +37,14 @@ def tree_allreduce(
     flats = [torch.cat([tensor.reshape(-1) for tensor in one]) for one in own]
     sent = [flat[part.start : part.stop] for part in slices for flat in flats]
     mine = len(slices[index])
-    received = torch.empty(mine * sum(map(len, nodes_of)), device=device)
+    received = torch.empty(mine * sum(map(len, nodes_of)), dtype=torch.float32, device=device)
     group.all_to_all(
         received,
-        torch.cat(sent) if sent else torch.empty(0, device=device),
+        torch.cat(sent) if sent else received.new_empty(0),
         [mine * len(held) for held in nodes_of],
         [len(part) * len(own) for part in slices],
     )
-    added = torch.zeros(width, device=device)
+    added = received.new_zeros(width)
     if mine:
         added[:mine] = _added(nodes_of, received.split(mine), leaves)
     return torch.cat(group.all_gather(added))[:size]
