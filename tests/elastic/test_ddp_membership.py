@@ -1,4 +1,4 @@
-"""Who takes part in a user's loop and what it counts: pure functions, no processes."""
+"""Who takes part in a user's loop and what it counts: no processes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from resihp.contracts import ContractError, FencedOutError, MiscountError, StateLostError
 from resihp.elastic.ddp.membership import ReplicaMembership
-from resihp.elastic.ddp.state_sync import empties, pack, unpack
+from resihp.elastic.ddp.state_sync import (
+    StateBroadcast,
+    Stateful,
+    empties,
+    pack,
+    receive_state,
+    unpack,
+)
 from resihp.elastic.ddp.step import ReplicaCoordinates, Step
 from resihp.elastic.microbatches.counts import MicrobatchReport, count_rows, read_counts
 from resihp.elastic.microbatches.ledger import SurvivingSum, indices
+from resihp.elastic.process_groups.abortable import ProcessGroupFactory
+from resihp.elastic.process_groups.transport import ProcessGroupTransport
 from resihp.elastic.rendezvous.consensus import RecoveryDecision
+from tests.elastic.threads import on_ranks
 
 
 def decision(
@@ -264,7 +275,36 @@ TENSORS: list[torch.Tensor] = [
     torch.ones(3, dtype=torch.bfloat16),
     torch.tensor([True, False]),
     torch.arange(6.0).reshape(2, 3).t(),
+    torch.arange(48.0).reshape(2, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    torch.arange(12.0).reshape(3, 4)[:, 1:3],
+    torch.ones(2, 1).expand(2, 3),
 ]
+
+
+class Keeping:
+    """A state that is kept as it is."""
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self.state = state or {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def sent(state: dict[str, Stateful], into: dict[str, Stateful]) -> None:
+    """Send the state from one thread to another."""
+
+    def run_rank(factory: ProcessGroupFactory) -> None:
+        transport = ProcessGroupTransport(factory.group("state", (0, 1)), 0)
+        if factory.rank == 0:
+            StateBroadcast(transport, state).finish()
+        else:
+            receive_state(transport, into, [])
+
+    on_ranks((0, 1), run_rank)
 
 
 def test_state_of_any_shape_travels() -> None:
@@ -274,5 +314,33 @@ def test_state_of_any_shape_travels() -> None:
     assert [(t.shape, t.dtype) for t in room] == [(t.shape, t.dtype) for t in tensors]
     again = unpack(skeleton, tensors, [])
     assert again["b"]["c"][1] == 7
-    found = [*again["a"], again["b"]["c"][0], *again["b"]["d"]]
-    assert all(map(torch.equal, found, TENSORS))
+    received = Keeping()
+    sent({"state": Keeping(state)}, {"state": received})
+    for got in again, received.state:
+        found = [*got["a"], got["b"]["c"][0], *got["b"]["d"]]
+        assert all(map(torch.equal, found, TENSORS))
+
+
+def test_moments_keep_the_strides_of_their_parameter() -> None:
+    """A fused optimizer goes through both in the order of memory."""
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        pixels = torch.arange(512.0).sin().view(2, 4, 8, 8)
+        model(pixels.contiguous(memory_format=torch.channels_last)).square().mean().backward()
+        optimizer.step()
+
+    ours, theirs = made(0), made(1)
+    update(*ours)
+    names = ("model", "optimizer")
+    sent(dict(zip(names, ours, strict=True)), dict(zip(names, theirs, strict=True)))
+    update(*ours)
+    update(*theirs)
+    for a, b in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+        assert theirs[1].state[b]["exp_avg"].stride() == b.stride()
+        assert torch.equal(a, b)

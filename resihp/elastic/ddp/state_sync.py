@@ -94,11 +94,11 @@ def receive_state(
 
 
 def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle `state` without its tensors, but with their shapes; return the tensors in order."""
+    """Pickle `state` without its tensors, but with their forms; return the tensors in order."""
     written = io.BytesIO()
     packer = _Packer(written)
     packer.dump(state)
-    forms = [(tuple(tensor.shape), tensor.dtype) for tensor in packer.tensors]
+    forms = [(tuple(one.shape), _strides(one), one.dtype) for one in packer.tensors]
     return pickle.dumps((forms, written.getvalue())), packer.tensors
 
 
@@ -108,8 +108,13 @@ def unpack(packed: bytes, tensors: Sequence[torch.Tensor], known: Sequence[Devic
 
 
 def empties(packed: bytes) -> list[torch.Tensor]:
-    """Allocate the tensors of a packed state."""
-    return [torch.empty(shape, dtype=dtype) for shape, dtype in pickle.loads(packed)[0]]
+    """Allocate the tensors of a packed state, with the strides that they had.
+
+    An optimizer keeps its moments as they come, and a fused one goes through them in the order of
+    memory.
+    """
+    forms = pickle.loads(packed)[0]
+    return [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in forms]
 
 
 def meshes(tensors: Iterable[Any]) -> list[DeviceMesh]:
@@ -185,6 +190,14 @@ def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return its strides without gaps and overlaps: its own where it has none."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return its bytes, as a view where it is contiguous on the CPU."""
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    """Return its bytes in the order of memory, as a view where it is dense on the CPU."""
+    host, strides = tensor.cpu(), _strides(tensor)
+    if host.stride() != strides:
+        host = torch.empty_strided(host.shape, strides, dtype=host.dtype).copy_(host)
+    return host.as_strided((host.numel(),), (1,)).view(torch.uint8)
