@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -278,6 +279,8 @@ TENSORS: list[torch.Tensor] = [
     torch.arange(48.0).reshape(2, 2, 3, 4).contiguous(memory_format=torch.channels_last),
     torch.arange(12.0).reshape(3, 4)[:, 1:3],
     torch.ones(2, 1).expand(2, 3),
+    torch.tensor([1.0 + 2.0j, 3.0j]).conj(),
+    torch.tensor([1.0 + 2.0j, 3.0j]).conj().imag,
 ]
 
 
@@ -344,3 +347,29 @@ def test_moments_keep_the_strides_of_their_parameter() -> None:
     for a, b in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
         assert theirs[1].state[b]["exp_avg"].stride() == b.stride()
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_sparse_tensor_is_refused_before_anything_is_sent(layout: torch.layout) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(4).to_sparse(layout=layout))
+    with pytest.raises(ContractError, match=r"model\.graph: a tensor of layout torch.sparse"):
+        pack({"model": model.state_dict(), "optimizer": [1.0]})
+
+
+class Failing:
+    """A transport that has no memory left."""
+
+    source, is_zero_copy = 0, False
+
+    def send(self, _: Sequence[torch.Tensor]) -> Iterator[int]:
+        raise MemoryError("no memory left")
+
+    recv = send
+
+
+def test_an_error_of_the_thread_that_sends_is_raised() -> None:
+    broadcast = StateBroadcast(Failing(), {"state": Keeping()})
+    with pytest.raises(MemoryError, match="no memory left"):
+        broadcast.finish()

@@ -238,6 +238,8 @@ class Replicas:
         """Exchange counts and gradients."""
         groups, self._counts = self._groups, None
         assert groups is not None
+        if self._state_broadcast is not None:
+            self._state_broadcast.finish()  # its receivers take part in the sums behind it
         counted = count_rows(step.done, self._microbatches, members=self.coordinates.members).to(
             groups.everyone.device
         )
@@ -245,8 +247,6 @@ class Replicas:
         self._sums.sum_over(groups, self._membership.shares, self._membership.place)
         groups.everyone.wait(counting)
         self._counts = read_counts(counted)
-        if self._state_broadcast is not None:
-            self._state_broadcast.finish()
 
     def _vote(self) -> list[float]:
         """Return the outcome of the vote, in which no rank takes part without the whole sums."""

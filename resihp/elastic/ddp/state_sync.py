@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from resihp.contracts import PeerLostError
+from resihp.contracts import ContractError, PeerLostError
 
 from ..process_groups.transport import Transport, complete
 
@@ -42,17 +42,20 @@ class StateBroadcast:
     def __init__(self, transport: Transport, state: Mapping[str, Stateful]) -> None:
         self._whole, self._tensors = pack({name: one.state_dict() for name, one in state.items()})
         self._transport = transport
-        self._broken: str | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(
             target=self._run, name="resihp-state-broadcast", daemon=True
         )
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until all is sent. Raises `PeerLostError` if a receiver is lost."""
+        """Wait until all is sent. Raises `PeerLostError` if a receiver is lost.
+
+        Raises any other error of the thread, too.
+        """
         self._thread.join()
-        if self._broken is not None:
-            raise PeerLostError(self._broken)
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
         try:
@@ -61,7 +64,9 @@ class StateBroadcast:
             for part in _chunks(self._tensors):
                 self._send(torch.cat([_flat(tensor) for tensor in part]))
         except PeerLostError as error:
-            self._broken = str(error)  # its traceback would keep the group alive
+            self._error = PeerLostError(str(error))  # its traceback would keep the group alive
+        except Exception as error:  # noqa: BLE001, raised by `finish`
+            self._error = error.with_traceback(None)
 
     def _send(self, flat: torch.Tensor) -> None:
         complete(self._transport.send([flat]))
@@ -94,7 +99,17 @@ def receive_state(
 
 
 def pack(state: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Pickle `state` without its tensors, but with their forms; return the tensors in order."""
+    """Pickle `state` without its tensors, but with their forms; return the tensors in order.
+
+    Raises `ContractError` for a sparse tensor.
+    """
+    for name, one in _named(state, "state"):
+        if one.layout != torch.strided:
+            raise ContractError(
+                name,
+                f"a tensor of layout {one.layout} cannot be sent to other replicas: keep it as "
+                "plain tensors of indices and values, or out of the state (persistent=False)",
+            )
     written = io.BytesIO()
     packer = _Packer(written)
     packer.dump(state)
@@ -140,11 +155,11 @@ class _Packer(pickle.Pickler):
             return None
         local = obj.detach()
         if not isinstance(local, DTensor):
-            self.tensors.append(local)
+            self.tensors.append(_resolved(local))
             return ()
         if local.device_mesh not in self._meshes:
             self._meshes.append(local.device_mesh)
-        self.tensors.append(local.to_local())
+        self.tensors.append(_resolved(local.to_local()))
         mesh = self._meshes.index(local.device_mesh)
         return mesh, local.placements, local.shape, local.stride()
 
@@ -174,6 +189,23 @@ class _Unpacker(pickle.Unpickler):
         )
 
 
+def _named(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in mappings and sequences, with their names."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    elif isinstance(state, Mapping):
+        for key, one in state.items():
+            yield from _named(one, f"{name}.{key}")
+    elif isinstance(state, list | tuple):
+        for index, one in enumerate(state):
+            yield from _named(one, f"{name}.{index}")
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return it with the values in its memory, not those of which it is the conjugate."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Group tensors into chunks, in order; a single tensor may exceed the size."""
     part: list[torch.Tensor] = []
@@ -199,5 +231,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return its bytes in the order of memory, as a view where it is dense on the CPU."""
     host, strides = tensor.cpu(), _strides(tensor)
     if host.stride() != strides:
-        host = torch.empty_strided(host.shape, strides, dtype=host.dtype).copy_(host)
+        dense = torch.empty_strided(host.shape, strides, dtype=host.dtype)
+        host = dense.copy_(host)
     return host.as_strided((host.numel(),), (1,)).view(torch.uint8)
