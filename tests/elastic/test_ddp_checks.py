@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from resihp import elastic
 from resihp.contracts import ContractError, Layout, Plan, Replica, Stage
 from resihp.elastic.ddp.checks import check_model, check_optimizers
 from resihp.elastic.ddp.init import init_replica_group
@@ -364,3 +367,50 @@ def test_a_plan_without_a_replica_that_is_alive(made: Made) -> None:
     plan = Plan(version=1, layout=Layout((Replica((Stage((1,), (0, 1)),)),)), quotas=(3,))
     with pytest.raises(ContractError, match=r"its replicas \[0\] stay"):
         made[2]._read(plan)
+
+
+def test_a_default_device_of_the_loop_is_that_of_its_own_tensors_alone(made: Made) -> None:
+    """As after `torch.set_default_device`; "meta" stands in for a device."""
+    model, optimizer, replicas = made
+    x = torch.ones(1, 4)
+    with torch.device("meta"):
+        for step in replicas.steps(2):
+            for _ in step:
+                loss = model(x).square().sum()
+                loss.backward()
+                step.report(loss)
+            optimizer.step()
+    assert step.loss > 0.0
+
+
+MAKERS = {
+    "arange",
+    "empty",
+    "empty_strided",
+    "full",
+    "linspace",
+    "ones",
+    "randn",
+    "tensor",
+    "zeros",
+}
+
+
+def test_tensors_are_made_on_a_device_that_is_told() -> None:
+    """Elsewhere they would be on the default device of the loop."""
+    made = [
+        (path.name, node)
+        for path in Path(elastic.__path__[0]).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in MAKERS) == ("torch", True)
+    ]
+    assert len(made) > 40
+    untold = [
+        f"{name}:{node.lineno}"
+        for name, node in made
+        if not any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+    assert not untold

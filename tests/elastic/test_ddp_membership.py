@@ -302,10 +302,11 @@ def sent(state: dict[str, Stateful], into: dict[str, Stateful]) -> None:
 
     def run_rank(factory: ProcessGroupFactory) -> None:
         transport = ProcessGroupTransport(factory.group("state", (0, 1)), 0)
-        if factory.rank == 0:
-            StateBroadcast(transport, state).finish()
-        else:
-            receive_state(transport, into, [])
+        with torch.device("meta"):  # as a loop's default device
+            if factory.rank == 0:
+                StateBroadcast(transport, state).finish()
+            else:
+                receive_state(transport, into, [])
 
     on_ranks((0, 1), run_rank)
 

@@ -316,3 +316,16 @@ def test_work_that_cannot_be(work: list[float]) -> None:
 def test_weights_that_sum_to_nothing() -> None:
     with pytest.raises(ContractError, match="sum to 0"):
         next(Quotas(microbatches=2).steps(1)).scale_for(1.0, 0.0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_default_device_is_not_that_of_what_the_ranks_tell_each_other() -> None:
+    model, x, taken = DistributedDataParallel(nn.Linear(2, 2)), torch.ones(1, 2), []
+    with torch.device("meta"):
+        quotas = Quotas(microbatches=2)
+        for step in quotas.steps(3):
+            for index in step:
+                with step.sync(model):
+                    model(x).sum().backward()
+                taken.append(index)
+        assert (taken, quotas.failures, quotas.total(2.0)) == ([0, 1] * 3, 0, 2.0)

@@ -260,7 +260,7 @@ class Quotas:
         """
         if self._group is None:
             raise PeerLostError("the group that sums weights has failed before")
-        summed = torch.tensor(weight, dtype=torch.float64)
+        summed = torch.tensor(weight, dtype=torch.float64, device="cpu")
         dist.all_reduce(summed, group=self._group)
         return float(summed)
 
@@ -313,7 +313,7 @@ class Quotas:
         return quotas
 
     def _start_maximum(self, numbers: list[float]) -> Callable[[], list[float]]:
-        tensor = torch.tensor(numbers, dtype=torch.float64)
+        tensor = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._sent = ref(tensor)
 

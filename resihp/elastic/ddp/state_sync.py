@@ -59,13 +59,13 @@ class StateBroadcast:
 
     def _run(self) -> None:
         try:
-            self._send(torch.tensor([len(self._whole)]))
+            self._send(torch.tensor([len(self._whole)], device="cpu"))
             self._send(torch.frombuffer(bytearray(self._whole), dtype=torch.uint8))
             for part in _chunks(self._tensors):
                 self._send(torch.cat([_flat(tensor) for tensor in part]))
         except PeerLostError as error:
             self._error = PeerLostError(str(error))  # its traceback would keep the group alive
-        except Exception as error:  # noqa: BLE001, raised by `finish`
+        except Exception as error:  # noqa: BLE001 raised by `finish`
             self._error = error.with_traceback(None)
 
     def _send(self, flat: torch.Tensor) -> None:
@@ -79,14 +79,14 @@ def receive_state(
 
     parameters  of this replica, which give device and meshes
     """
-    size = torch.zeros(1, dtype=torch.int64)
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
     complete(transport.recv([size]))
-    packed = torch.empty(int(size), dtype=torch.uint8)
+    packed = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     complete(transport.recv([packed]))
     whole = bytes(packed.numpy())
     tensors = empties(whole)
     for part in _chunks(tensors):
-        flat = torch.empty(sum(map(_size, part)), dtype=torch.uint8)
+        flat = torch.empty(sum(map(_size, part)), dtype=torch.uint8, device="cpu")
         complete(transport.recv([flat]))
         for tensor, given in zip(part, flat.split([_size(t) for t in part]), strict=True):
             _flat(tensor).copy_(given)
@@ -129,7 +129,10 @@ def empties(packed: bytes) -> list[torch.Tensor]:
     memory.
     """
     forms = pickle.loads(packed)[0]
-    return [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in forms]
+    return [
+        torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        for shape, strides, dtype in forms
+    ]
 
 
 def meshes(tensors: Iterable[Any]) -> list[DeviceMesh]:
@@ -231,6 +234,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return its bytes in the order of memory, as a view where it is dense on the CPU."""
     host, strides = tensor.cpu(), _strides(tensor)
     if host.stride() != strides:
-        dense = torch.empty_strided(host.shape, strides, dtype=host.dtype)
+        dense = torch.empty_strided(host.shape, strides, dtype=host.dtype, device="cpu")
         host = dense.copy_(host)
     return host.as_strided((host.numel(),), (1,)).view(torch.uint8)

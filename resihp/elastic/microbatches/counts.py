@@ -64,7 +64,7 @@ def count_rows(
     members  ranks of the replica, each of which counts 1 / members
     replica  index of the replica, the same on all of its members
     """
-    rows = torch.zeros(6, microbatches, dtype=torch.float64)
+    rows = torch.zeros(6, microbatches, dtype=torch.float64, device="cpu")
     for index, report in reports.items():
         rows[0, index], rows[5, index] = 1.0 / members, replica / members
         for row, value in ((1, report.loss), (3, report.weight)):

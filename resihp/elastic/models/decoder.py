@@ -81,9 +81,9 @@ class Decoder:
     def _random(self, param: Param) -> torch.Tensor:
         name = param.key.rsplit(".", 1)[1]
         if "norm" in name:
-            return torch.ones(param.shape)
+            return torch.ones(param.shape, device="cpu")
         if name.startswith("b"):
-            return torch.zeros(param.shape)
+            return torch.zeros(param.shape, device="cpu")
         into_residual = name in {"wo", "w_out", "w_down"}
         scale = 0.02 / (2 * self.shape.layers) ** 0.5 if into_residual else 0.02
         return normal(param.key, param.shape, seed=self.seed, scale=scale)
@@ -149,7 +149,7 @@ def _takes_packed(q_TNH: torch.Tensor) -> bool:
 @lru_cache(maxsize=16)  # as tables of rotary positions
 def _ends(seq_lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return where documents begin and end among the tokens, [documents + 1], int32."""
-    ends = torch.tensor([0, *accumulate(seq_lens)], dtype=torch.int32)
+    ends = torch.tensor([0, *accumulate(seq_lens)], dtype=torch.int32, device="cpu")
     return on_device(ends, device)
 
 
@@ -206,7 +206,7 @@ def attended_pairs(seq_lens: tuple[int, ...], window: int | None) -> int:
 
 def empty(*shape: int) -> nn.Parameter:
     """Create a parameter with values unset."""
-    return nn.Parameter(torch.empty(shape))
+    return nn.Parameter(torch.empty(shape, device="cpu"))
 
 
 def width(span: Range) -> int:
@@ -217,7 +217,7 @@ def width(span: Range) -> int:
 def normal(key: str, shape: tuple[int, ...], *, seed: int, scale: float) -> torch.Tensor:
     """Return normal values with deviation `scale`: a function of seed and key."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{key}".encode()))
-    return torch.randn(shape, generator=generator) * scale
+    return torch.randn(shape, generator=generator, device="cpu") * scale
 
 
 def positions(seq_lens: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -114,7 +114,9 @@ class YarnRope(Rope):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
         last += 0.001 * (first == last)
-        ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)
+        ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - first) / (
+            last - first
+        )
         divided = ramp.clamp(0.0, 1.0)
         return kept / self.factor * divided + kept * (1.0 - divided)
 
@@ -151,7 +153,7 @@ def rotary(
 
     Lengths and frequencies of all documents cross to the device in one copy.
     """
-    lengths = torch.tensor(seq_lens).unsqueeze(1)
+    lengths = torch.tensor(seq_lens, device="cpu").unsqueeze(1)
     frequencies = torch.stack([_cached_frequencies(rope, head_dim, n) for n in seq_lens])
     documents = on_device(torch.cat((lengths, frequencies), dim=1), device)
     lengths, frequencies = documents[:, 0].long(), documents[:, 1:]
@@ -169,4 +171,6 @@ def _cached_frequencies(rope: Rope, head_dim: int, length: int) -> torch.Tensor:
 
 
 def _frequencies(theta: float, head_dim: int) -> torch.Tensor:
-    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return 1.0 / theta ** (
+        torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    )

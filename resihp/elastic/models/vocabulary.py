@@ -24,7 +24,7 @@ class _VocabularyTable(nn.Module):
     def __init__(self, rows: Range, hidden: int, group: AbortableProcessGroup) -> None:
         super().__init__()
         self.rows, self.group = rows, group
-        self.table = nn.Parameter(torch.empty(rows[1] - rows[0], hidden))
+        self.table = nn.Parameter(torch.empty(rows[1] - rows[0], hidden, device="cpu"))
 
 
 class VocabularyEmbedding(_VocabularyTable):

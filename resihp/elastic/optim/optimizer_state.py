@@ -100,13 +100,15 @@ def _run(
         return [p.clone() for p in tensor.split([row, shape[dim] - row], dim)]
 
     numel = torch.Size(shape).numel()
-    params = [nn.Parameter(p) for p in pieces(torch.linspace(0.3, 1.7, numel).view(shape))]
+    params = [
+        nn.Parameter(p) for p in pieces(torch.linspace(0.3, 1.7, numel, device="cpu").view(shape))
+    ]
     try:
         optimizer = make(params)
         options = [_numbers(group) for group in optimizer.param_groups]
         eager, writes = bool(optimizer.state.get(params[0])), False
         for step in range(_STEPS):
-            grad = torch.linspace(-2.0, 3.0, numel).mul(step + 1.0).sin().view(shape)
+            grad = torch.linspace(-2.0, 3.0, numel, device="cpu").mul(step + 1.0).sin().view(shape)
             for param, part in zip(params, pieces(grad), strict=True):
                 param.grad = part
             optimizer.step()

@@ -81,7 +81,7 @@ class DeviceCopies:
 
     def empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return pinned memory for a tensor."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, tensor: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
         """Copy a tensor after an event; returns the event after the copy."""

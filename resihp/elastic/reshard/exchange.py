@@ -183,7 +183,7 @@ class TensorExchange:
         if not self._buffers and any(bucket.is_packed for bucket in buckets):
             device = next(iter(self._links.values())).group.device
             self._buffers = list(buffer_zeros(WINDOW, self._max_numel, device=device))
-        return self._buffers or [torch.zeros(0)]
+        return self._buffers or [torch.zeros(0, device="cpu")]
 
     def _send(self, bucket: TransferBucket, buffer: torch.Tensor, view: View) -> Transfer:
         flat = view(bucket.pieces[0])

@@ -176,9 +176,9 @@ def probe_peer_memory(
             place = memory.place(token)
     except _REFUSALS as error:
         memory, refusal = None, str(error)
-    card = torch.zeros(16, dtype=torch.int64)
+    card = torch.zeros(16, dtype=torch.int64, device="cpu")
     own = [memory is not None, *token.tolist(), *place]
-    card[: len(own)] = torch.tensor(own)
+    card[: len(own)] = torch.tensor(own, device="cpu")
     wants, *said = group.all_gather(card.to(device))[index].tolist()
     peer = None
     if memory is not None and wants:
@@ -215,7 +215,8 @@ def place_table(memory: MemoryAccess, tensors: Sequence[torch.Tensor]) -> torch.
     """Place and strides of each tensor, [tensors, words + dimensions], int64, on their device."""
     width = _width(memory, tensors)
     places = [memory.place(tensor) for tensor in tensors]
-    table = torch.tensor([place + [0] * (width - len(place)) for place in places])
+    rows = [place + [0] * (width - len(place)) for place in places]
+    table = torch.tensor(rows, device="cpu")
     if memory.device.type == "cpu":
         return table
     return table.pin_memory().to(memory.device, non_blocking=True)

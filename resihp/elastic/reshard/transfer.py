@@ -300,7 +300,7 @@ class StateTransfer:
         self._done += 1
         if not self._is_copied:
             # Sources change with the update of the step: all have been read.
-            has_to_end = torch.tensor([float(self._pace.most_steps <= 1)])
+            has_to_end = torch.tensor([float(self._pace.most_steps <= 1)], device="cpu")
             if generation.transit.all_reduce_max(has_to_end.to(generation.transit.device)).item():
                 self._segments[self._done :] = [set().union(*self._segments[self._done :])]
             self._kept = {}
@@ -343,7 +343,9 @@ def distribute_replicated_state(
     layout (`old` is None) receive all of it; `source` is a rank inside, the same on all ranks.
     """
     table = old.scalars() if old is not None else scalar_table(setup.model, setup.optimizer)
-    known = torch.cat([torch.tensor([completed], dtype=torch.float64), table.flatten()])
+    known = torch.cat(
+        [torch.tensor([completed], dtype=torch.float64, device="cpu"), table.flatten()]
+    )
     known = group.all_reduce_max(known.to(group.device)).cpu()
     completed = int(known[0])
     if new is not None:

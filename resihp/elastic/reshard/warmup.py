@@ -33,7 +33,7 @@ def warm_up(setup: Setup, rendezvous: Rendezvous) -> None:
     whole = {param: (0, param.size) for param in layer}
     with rendezvous.group_factory(WaitClock(), device=setup.device) as factory:
         alone = factory.alone()
-    ids = torch.zeros(_TOKENS, dtype=torch.long)
+    ids = torch.zeros(_TOKENS, dtype=torch.long, device="cpu")
     _run(setup, alone, {"layers.0": layer}, whole, Packed(ids, ids, (_TOKENS,)))
     tensors = {param: nn.Parameter(torch.zeros(1, device=setup.device)) for param in layer}
     optimizer = setup.optimizer.build(setup.model.parameters, tensors.items())

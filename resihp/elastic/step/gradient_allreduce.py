@@ -220,7 +220,7 @@ def squared_norms(
 def _of_blocks(gradients: SummedGradients, state: StateShards, rank: int) -> torch.Tensor:
     """Return an element for each block of the layout, which its first holder fills."""
     blocks = [*chain.from_iterable(state.blocks.values())]
-    squares = torch.zeros(len(blocks), dtype=torch.float64)
+    squares = torch.zeros(len(blocks), dtype=torch.float64, device="cpu")
     for index, block in enumerate(blocks):
         if block.ranks[0] == rank:
             held = containing(state.ranges, block.param, block.span)

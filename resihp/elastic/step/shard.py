@@ -80,7 +80,8 @@ class Shard:
         for row, group in zip(table, self.optimizer.param_groups, strict=True):
             held = next((self.optimizer.state.get(t) for t in group["params"]), None)
             if held:
-                row.copy_(torch.tensor([float(held[name]) for name in names], dtype=row.dtype))
+                values = [float(held[name]) for name in names]
+                row.copy_(torch.tensor(values, dtype=row.dtype, device="cpu"))
         return table
 
     def set_scalars(self, table: torch.Tensor, completed: int) -> None:
@@ -105,7 +106,7 @@ def scalar_table(model: Model, settings: Optimizer) -> torch.Tensor:
 
 
 def _no_scalars(groups: int, names: int) -> torch.Tensor:
-    return torch.full((groups, names), -torch.inf, dtype=torch.float64)
+    return torch.full((groups, names), -torch.inf, dtype=torch.float64, device="cpu")
 
 
 def initial_shard(model: Model, settings: Optimizer, groups: LayoutGroups) -> Shard:

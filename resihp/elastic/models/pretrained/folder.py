@@ -54,7 +54,7 @@ class PretrainedFolder:
         """Return these rows of a parameter, float32."""
         shape = list(param.shape)
         shape[param.dim or 0] = rows[1] - rows[0]
-        values = torch.empty(shape)
+        values = torch.empty(shape, device="cpu")
         for slot in self._slots[param]:
             slot.part(values).copy_(self.files.read(slot.name, slot.region(param, rows)))
         return values

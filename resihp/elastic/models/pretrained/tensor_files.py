@@ -88,11 +88,11 @@ class TensorFiles:
         """Return a region of a tensor as float32, reading its bytes and no others."""
         stored = self.tensors[name]
         sizes = [stop - start for start, stop in region]
-        values = torch.empty(prod(sizes), dtype=torch.float32)
+        values = torch.empty(prod(sizes), dtype=torch.float32, device="cpu")
         with stored.path.open("rb", buffering=0) as file:
             done = 0
             for offset, length in stored.runs(region):
-                raw = torch.empty(length, dtype=torch.uint8)
+                raw = torch.empty(length, dtype=torch.uint8, device="cpu")
                 _read_into(file.fileno(), raw.numpy().data, offset, stored.path)
                 count = length // stored.dtype.itemsize
                 values[done : done + count].copy_(raw.view(stored.dtype))
