@@ -330,6 +330,17 @@ def test_numbers_of_numpy_are_reported_as_any_others(made: Made) -> None:
     assert (step.loss, step.weight) == (2.0, 6.0)
 
 
+def test_a_loop_may_add_to_a_loss_that_it_has_reported(made: Made) -> None:
+    model, _, replicas = made
+    for step in replicas.steps(1):
+        total = torch.zeros(())
+        for index in step:
+            loss = compute(model).detach()
+            step.report(loss)
+            total = loss if index == 0 else total.add_(loss)
+    assert step.loss == pytest.approx(float(total))
+
+
 def test_infinite_losses_of_either_sign_are_no_end_of_the_loop(made: Made) -> None:
     """Their sum is no number, which the loop may skip."""
     model, _, replicas = made

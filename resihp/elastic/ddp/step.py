@@ -131,4 +131,5 @@ def _one_each(name: str, given: Number | Sequence[Number], count: int) -> list[N
     for number in numbers:
         if isinstance(number, torch.Tensor) and number.numel() != 1:
             raise ContractError("report", f"a {name} is one number, not {tuple(number.shape)}")
-    return [one.detach() if isinstance(one, torch.Tensor) else one for one in numbers]
+    # Copies: the loop may go on to add to its own.
+    return [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in numbers]
