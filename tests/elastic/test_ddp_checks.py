@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resihp import elastic
 from resihp.contracts import ContractError, Layout, Plan, Replica, Stage
-from resihp.elastic.ddp.checks import check_model, check_optimizers
+from resihp.elastic.ddp.checks import check_model, check_optimizers, fingerprint
 from resihp.elastic.ddp.init import init_replica_group
 from resihp.elastic.ddp.replicas import Replicas
 from resihp.elastic.ddp.step import ReplicaCoordinates
@@ -178,6 +178,18 @@ def test_parameters_that_are_not_summed() -> None:
     optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
     with pytest.raises(ContractError, match="not the model's"):
         check_optimizers(linear(), [optimizer])
+
+
+def test_settings_of_an_optimizer_are_compared_whatever_their_form() -> None:
+    def told(**settings: object) -> float:
+        optimizer = torch.optim.AdamW(linear().parameters(), lr=0.1)
+        optimizer.param_groups[0].update(settings)
+        return fingerprint([optimizer])
+
+    assert told() == told() == told(lr=torch.tensor(0.1, dtype=torch.float64))
+    changed = [told(lr=0.2), told(betas=(0.9, 0.99)), told(betas=(0.8, 0.999))]
+    changed += [told(scales=torch.tensor([1.0, 2.0])), told(scales=torch.tensor([1.0, 3.0]))]
+    assert len({told(), *changed}) == 6
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer"])

@@ -76,12 +76,21 @@ def fingerprint(optimizers: Iterable[torch.optim.Optimizer]) -> float:
     """Return a number that is equal on ranks whose optimizers have equal settings."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     plain = [
-        (name, float(value))
+        (name, _numbers(value))
         for group in groups
         for name, value in sorted(group.items())
-        if isinstance(value, (int, float, torch.Tensor))
+        if name != "params"
     ]
     return float(zlib.crc32(repr(plain).encode()))
+
+
+def _numbers(value: object) -> object:
+    """Return a setting's numbers, such as a pair of betas, as floats; None for what is none."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _check_module(name: str, module: nn.Module, coordinates: ReplicaCoordinates) -> None:
