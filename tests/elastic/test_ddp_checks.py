@@ -281,6 +281,14 @@ def test_gradients_clipped_in_the_inner_loop(made: Made) -> None:
     assert "belong behind the inner loop" in misuse(made, inside)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_with_a_graph(made: Made) -> None:
+    def inside(_: int) -> None:
+        made[0](torch.ones(1, 4)).square().sum().backward(create_graph=True)
+
+    assert "by torch.autograd.grad(..., create_graph=True)" in misuse(made, inside)
+
+
 @pytest.mark.parametrize("skipped", range(3))
 def test_a_microbatch_without_backward(skipped: int, made: Made) -> None:
     """As one is left out whose loss is not finite."""

@@ -225,6 +225,12 @@ class LoopGradients:
                 "no parameter has a gradient of a microbatch: call backward() for each of them in "
                 "the inner loop, and leave FSDP2's set_requires_gradient_sync(True)",
             )
+        if any(new is not None and new.requires_grad for new in after):
+            raise ContractError(
+                "backward",
+                "create_graph=True makes gradients that have a graph, and new ones each time: take "
+                "derivatives of gradients by torch.autograd.grad(..., create_graph=True)",
+            )
         if has_changed or any(old is not None and old is not new for (old, _), new in pairs):
             raise ContractError(
                 "step",
