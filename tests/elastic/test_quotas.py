@@ -177,6 +177,8 @@ def test_a_model_that_communicates_in_each_microbatch_is_refused() -> None:
     model.module.append(nn.SyncBatchNorm(2))
     with pytest.raises(ContractError, match="use GroupNorm"):
         step.sync(model)
+    with pytest.raises(ContractError, match="static_graph=True"):
+        step.sync(DistributedDataParallel(nn.Linear(2, 2), static_graph=True))
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ContractError, match="several dimensions"):
         step.sync(fully_shard(nn.Linear(2, 2), mesh=mesh))

@@ -359,6 +359,12 @@ def _check(model: nn.Module, ranks: int) -> None:
     """
     if isinstance(model, DistributedDataParallel):
         size = model.process_group.size()
+        if model.static_graph:
+            raise ContractError(
+                "model",
+                "DDP with static_graph=True cannot leave out the sum of a microbatch: leave it "
+                "False, and take find_unused_parameters=True for parameters that are not used",
+            )
     elif isinstance(model, FSDPModule):
         reshard(model)
         meshes = {one.device_mesh for one in model.parameters() if isinstance(one, DTensor)}
