@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from resihp.contracts import ContractError, Layout, Plan, ServiceError
+from resihp.contracts import ContractError, Layout, PeerLostError, Plan, ServiceError
 from resihp.elastic import Quotas
 from resihp.elastic.ddp.quotas import QuotaStep
 from resihp.testing.local_ranks import LocalRanks
@@ -331,3 +331,16 @@ def test_a_default_device_is_not_that_of_what_the_ranks_tell_each_other() -> Non
                     model(x).sum().backward()
                 taken.append(index)
         assert (taken, quotas.failures, quotas.total(2.0)) == ([0, 1] * 3, 0, 2.0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_that_ranks_cannot_sum_as_they_have_lost_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    quotas = Quotas(microbatches=2)
+    monkeypatch.setattr(dist, "all_reduce", fail)
+    with pytest.raises(PeerLostError, match="Connection closed by peer"):
+        quotas.total(1.0)

@@ -261,7 +261,10 @@ class Quotas:
         if self._group is None:
             raise PeerLostError("the group that sums weights has failed before")
         summed = torch.tensor(weight, dtype=torch.float64, device="cpu")
-        dist.all_reduce(summed, group=self._group)
+        try:
+            dist.all_reduce(summed, group=self._group)
+        except RuntimeError as error:
+            raise PeerLostError(f"weights could not be summed: {error}") from error
         return float(summed)
 
     def _end_step(self) -> None:
