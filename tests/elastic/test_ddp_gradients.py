@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from resihp.contracts import ContractError
 from resihp.elastic.ddp.gradients import LoopGradients
 from resihp.elastic.ddp.groups import ReplicaGroups
 from resihp.elastic.microbatches.assignment import Assignment
@@ -118,6 +119,16 @@ def test_a_parameter_that_is_frozen_between_two_steps_keeps_no_gradient() -> Non
     sums.begin()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert sums.parameters == list(model[1].parameters())
+
+
+def test_a_parameter_that_is_added_later() -> None:
+    """It would be in no sum."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    sums = gradients_of(model)
+    sums.begin()
+    model.append(nn.Linear(4, 2))
+    with pytest.raises(ContractError, match="other parameters"):
+        sums.begin()
 
 
 class OtherDevice:

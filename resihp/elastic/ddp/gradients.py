@@ -47,7 +47,7 @@ class LoopGradients:
         overlap: bool,
         ordered: bool,
     ) -> None:
-        self._all = list(model.parameters())
+        self._model, self._all = model, list(model.parameters())
         self._labels = [f"{name} {one.numel()}" for name, one in model.named_parameters()]
         self.parameters: list[nn.Parameter] = []
         self.trained = 0
@@ -66,7 +66,16 @@ class LoopGradients:
         self._summed: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """Start a step without gradients, also of parameters frozen since the last one."""
+        """Start a step without gradients, also of parameters frozen since the last one.
+
+        Raises `ContractError` if the model has other parameters than at first.
+        """
+        if list(map(id, self._model.parameters())) != list(map(id, self._all)):
+            raise ContractError(
+                "model",
+                "it has other parameters than when `Replicas` was made: add and replace them "
+                "(LoRA, a new head) before",
+            )
         self.total, self._ahead, self._held, self._summed = None, None, {}, []
         self.parameters = [parameter for parameter in self._all if parameter.requires_grad]
         labels = compress(self._labels, (parameter.requires_grad for parameter in self._all))
