@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resihp import elastic
@@ -55,6 +56,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 4)),
         "running statistics",
     ),
+    "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), "in each forward"),
+    "spectral_norm, by hook": (lambda: spectral_norm(nn.Linear(4, 4)), "in each forward"),
     "sparse": (lambda: nn.Embedding(8, 4, sparse=True), "sparse=False"),
     "frozen": (lambda: linear().requires_grad_(False), "none of its parameters is trained"),
     "DDP over all": (lambda: DistributedDataParallel(linear()), "one group or mesh per replica"),
@@ -81,6 +84,7 @@ def test_what_stays_within_a_replica_is_welcome() -> None:
     check_model(fully_shard(linear()), replica)
     check_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), ALONE)
     check_model(nn.Sequential(nn.Linear(4, 4), nn.InstanceNorm1d(4)), ALONE)
+    check_model(parametrizations.spectral_norm(nn.Linear(4, 4)).eval(), ALONE)
 
 
 @pytest.mark.usefixtures("four_processes")

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from resihp.contracts import ContractError
 
@@ -31,23 +33,36 @@ def check_model(model: nn.Module, coordinates: ReplicaCoordinates) -> None:
 
 
 def norms_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with running statistics: BatchNorm of any kind, and InstanceNorm."""
+    """Return the modules with running statistics: BatchNorm, InstanceNorm and spectral norms."""
     return {
         f"model.{name}" if name else "model": module
         for name, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.track_running_stats
+        if (isinstance(module, _NormBase) and module.track_running_stats) or _is_spectral(module)
     }
 
 
 def check_norms(norms: Mapping[str, nn.Module]) -> None:
     """Raise `ContractError` if running statistics are updated, which `train()` may begin."""
     for name, module in norms.items():
+        if module.training and _is_spectral(module):
+            raise ContractError(
+                name,
+                "spectral_norm iterates in each forward pass, of which replicas have different "
+                "numbers: use torch.nn.utils.parametrizations.orthogonal or weight_norm, or "
+                "freeze it with eval()",
+            )
         if module.training:
             raise ContractError(
                 name,
                 "its running statistics depend on which microbatches a replica computes: use "
                 "LayerNorm or GroupNorm, or track_running_stats=False, or freeze it with eval()",
             )
+
+
+def _is_spectral(module: nn.Module) -> bool:
+    """Return whether it normalizes by a vector that it iterates in each forward pass."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
 
 
 def check_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
