@@ -56,6 +56,22 @@ class StatefulProvider:
     def load_state(self, state: Any) -> None:
         """Load a state dict."""
         self.stateful.load_state_dict(state)
+        if isinstance(self.stateful, torch.optim.Optimizer):
+            _lay_out(self.stateful)
+
+
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give moments the strides of their parameters: fused optimizers go through memory.
+
+    Those that were created while they were restored are row-major.
+    """
+    for parameter, held in optimizer.state.items():
+        for name, moment in held.items() if not isinstance(parameter, DTensor) else ():
+            is_moment = isinstance(moment, Tensor) and moment.shape == parameter.shape
+            if is_moment and moment.stride() != parameter.stride():
+                with torch.inference_mode(False):  # it is trained later
+                    like = torch.empty_like(parameter, dtype=moment.dtype, device=moment.device)
+                    held[name] = like.copy_(moment)
 
 
 def provider_of(value: object) -> StateProvider | None:

@@ -523,3 +523,32 @@ def test_objects_that_did_not_change_are_neither_copied_nor_encoded_again(
             assert into["uncopied"].number == number
             if step == 2:
                 assert torch.equal(restored.extra["rng"], torch.full_like(rng, 2))
+
+
+def test_moments_have_the_strides_of_their_parameters(tmp_path: Path) -> None:
+    """A fused optimizer goes through both in the order of memory."""
+
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        pixels = torch.arange(512.0).sin().view(2, 4, 8, 8)
+        model(pixels.contiguous(memory_format=torch.channels_last)).square().mean().backward()
+        optimizer.step()
+
+    (model, optimizer), (again, its_optimizer) = made(0), made(1)
+    update(model, optimizer)
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        assert saver.save(1, {"model": model, "optimizer": optimizer})
+    with Checkpointer([LocalDisk(tmp_path)]) as saver:
+        saver.restore({"model": again, "optimizer": its_optimizer})
+    update(model, optimizer)
+    update(again, its_optimizer)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    for parameter in again.parameters():
+        moment = its_optimizer.state[parameter]["exp_avg"]
+        assert moment.stride() == parameter.stride()
+        assert not moment.requires_grad
