@@ -247,7 +247,7 @@ def _search(request: _Request, layout: Layout, folds: int = 0) -> Arrangement:
         with suppress(InfeasibleError):
             option = within_memory(job, arranged(len(chains), as_many=True))
             best = best if option is None else _better(best, option)
-    if best is None:
+    if best is None or isinf(best.makespan_ms):
         raise failure
     return best
 
@@ -325,8 +325,9 @@ def _started(
         if isinf(evaluator.best(chain, quota)[1]):
             raise out_of_memory(evaluator, chain, quota)
     if spare or left:
-        chains = insert_spare(evaluator, chains, [*spare, *left], found.makespan_ms)
-        found = divide(evaluator, chains)
+        longer = insert_spare(evaluator, chains, [*spare, *left], found.makespan_ms)
+        # A longer chain may not hold all layers for as many microbatches as it gets.
+        found = min(divide(evaluator, longer), found, key=lambda one: one.makespan_ms)
     return found
 
 

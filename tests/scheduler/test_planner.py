@@ -520,6 +520,42 @@ def small(dp, pp, layers, microbatches, **memory):
     return job(**layers_each, microbatches=microbatches, memory=held)
 
 
+def test_a_rank_that_comes_back_lengthens_no_replica_that_no_longer_fits_then():
+    model = ModelShape(
+        layers=3, hidden=32, heads=2, kv_heads=2, ffn=64, vocab=1000, tied_embeddings=True
+    )
+    tight = job(
+        dp=3,
+        pp=3,
+        tp=1,
+        layers=3,
+        microbatches=7,
+        units=2,
+        cost=None,
+        model=model,
+        tokens_per_microbatch=4096,
+        max_in_flight=5,
+        links=Links(ranks_per_node=1, intra_gbytes_per_s=0.1, latency_ms=0.0),
+        memory=Memory(
+            budget_bytes=13_876_978,
+            bytes_per_param=0.0,
+            optimizer_bytes_per_param=12.0,
+            update_bytes_per_param=4.0,
+        ),
+    )
+    spans = ((0, 1), (1, 2), (2, 3))
+    held = [[(0, 3, 6), spans], [(1, 5, 7), spans], [(2, 4), ((0, 1), (1, 3))]]
+    without_8 = Layout(
+        tuple(
+            Replica(tuple(Stage((r,), span, (2,)) for r, span in zip(*rows, strict=True)))
+            for rows in held
+        )
+    )
+    least = make_plan(tight, {8: 0.0}, without_8).step_ms
+    assert make_plan(tight, {}, without_8).step_ms <= least
+    assert plan_front(tight, {9: 1.0, 10: 0.5}, without_8)[0].plan.step_ms <= least
+
+
 def test_gradients_of_a_second_replica_need_memory():
     """One replica of all ranks fits; of two, each would hold more layers and its sums."""
     memory = {"optimizer_bytes_per_param": 0, "reduce_bytes_per_param": 4, "budget_bytes": 1500}
