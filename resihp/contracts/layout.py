@@ -225,12 +225,12 @@ class Layout:
         """Number of replicas."""
         return len(self.replicas)
 
-    @property
+    @cached_property
     def pp(self) -> int:
         """Largest number of stages of a replica."""
         return max(len(replica.stages) for replica in self.replicas)
 
-    @property
+    @cached_property
     def tp(self) -> int:
         """Largest tensor-parallel degree of a stage."""
         return max(stage.tp for replica in self.replicas for stage in replica.stages)

@@ -22,6 +22,7 @@ _KEPT = (12, 4)  # orders that are continued after each of them
 _SEARCHED = (12, 4)  # orders returned
 _ENDS = 16  # ranks with a slow link whose exchanges are tried
 _PEERS = 64  # ranks with which each of them is exchanged
+_BATCH = 256  # orders judged before the time is looked at
 _LEAST_GAIN = 1e-3  # microbatches
 
 
@@ -35,6 +36,7 @@ def link_orders(
     is judged by the microbatches that the replicas, with their layers and shares, run more within
     the makespan; `found` need not be made for these links. A few of the best are continued with
     another exchange. Of those that are judged alike, the one that moves fewest ranks is returned.
+    Once the time of the search is up, the exchanges that were judged by then count.
     """
     judge = _Judge(job, found, speeds, links)
     is_large = len(judge.layout.ranks) > _FEW_RANKS
@@ -42,12 +44,13 @@ def link_orders(
     heads, known = [RankOrder({})], {RankOrder({}).key: (0.0, RankOrder({}))}
     for _ in range(rounds):
         tried = {order.key: order for head in heads for order in judge.exchanges(head)}
-        fresh = {key: order for key, order in tried.items() if key not in known}
-        if not fresh or found.evaluator.setting.expired():
-            break
-        gains = judge.gains(list(fresh.values()))
-        known |= {k: (gain, order) for (k, order), gain in zip(fresh.items(), gains, strict=True)}
-        heads = [order for _, order in _ranked(known[key] for key in fresh)[:kept]]
+        fresh = [order for key, order in tried.items() if key not in known]
+        judged: list[tuple[float, RankOrder]] = []
+        while len(judged) < len(fresh) and not found.evaluator.setting.expired():
+            part = fresh[len(judged) :][:_BATCH]
+            judged += zip(judge.gains(part), part, strict=True)
+        known |= {order.key: (gain, order) for gain, order in judged}
+        heads = [order for _, order in _ranked(judged)[:kept]]
     alike: dict[float, RankOrder] = {}
     for gain, order in _ranked(known.values()):
         if gain > _LEAST_GAIN:
@@ -70,6 +73,8 @@ class _Judge:
         self._job, self._found, self._speeds, self._links = job, found, speeds, links
         known = {*job.layout.ranks, *speeds} - self.layout.members
         self._idle = [rank for rank in sorted(known) if speeds.get(rank, 1.0) > 0.0]
+        replicas = enumerate(self.layout.replicas)
+        self._row = {rank: row for row, replica in replicas for rank in replica.ranks}
         self._capacities: dict[tuple[Replica, int], float] = {}
 
     def gains(self, orders: Sequence[RankOrder]) -> list[float]:
@@ -77,9 +82,8 @@ class _Judge:
         pairs = list(zip(self.layout.replicas, self._found.quotas, strict=True))
         moved = [
             [
-                (pair, (order.of_replica(pair[0]), pair[1]))
-                for pair in pairs
-                if not order.instead.keys().isdisjoint(pair[0].ranks)
+                (pairs[row], (order.of_replica(pairs[row][0]), pairs[row][1]))
+                for row in sorted({self._row[rank] for rank in order.instead if rank in self._row})
             ]
             for order in orders
         ]

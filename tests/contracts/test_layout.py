@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,6 +52,16 @@ def test_a_grid_places_every_rank_once_and_spreads_evenly(dp, pp, tp, layers, sp
         assert max(stage.shares) - min(stage.shares) <= 1
         assert abs(stage.layers[1] - stage.layers[0] - layers / pp) < 1
     assert layout.place_of(dp * pp * tp) is None
+
+
+def test_a_layout_that_was_asked_for_its_degrees_is_the_same():
+    asked, fresh = (Layout.grid(dp=2, pp=3, tp=2, layers=6) for _ in range(2))
+    assert (asked.pp, asked.tp) == (3, 2)
+    for seen in (hash, repr, to_json):
+        assert seen(asked) == seen(fresh)
+    assert pickle.loads(pickle.dumps(asked)) == fresh
+    narrow = replace(asked, replicas=Layout.grid(dp=1, pp=2, tp=1, layers=6).replicas)
+    assert (narrow.pp, narrow.tp) == (2, 1)
 
 
 def test_whole_numbers_of_numpy_become_plain_ones():

@@ -23,8 +23,10 @@ from resihp.contracts import (
 )
 from resihp.layout import boundary_transfers
 from scheduler import make_plan, plan_front, replan, simulate
-from scheduler.link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, is_in_use
+from scheduler.link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms, is_in_use
 from scheduler.makespan import pipeline_makespans
+from scheduler.search import search
+from scheduler.search.link_placement import _Judge
 from scheduler.step_time import ReplicaTimes
 
 ONE_F_ONE_B = (Schedule.ONE_F_ONE_B,)
@@ -283,3 +285,28 @@ def test_a_running_job_gets_a_plan_for_a_slow_link():
 def test_healthy_links_are_false():
     assert not ALL_LINKS_HEALTHY
     assert ALL_LINKS_HEALTHY.collective((0, 1)) == ALL_LINKS_HEALTHY.between(0, 1) == 1.0
+
+
+def test_the_boundaries_of_all_replicas_take_few_looks_at_the_stages(monkeypatch):
+    many = job(dp=40, pp=2)
+    looks, degree = [], Stage.tp.fget
+    monkeypatch.setattr(Stage, "tp", property(lambda stage: looks.append(1) or degree(stage)))
+    slow = LinkSlowdowns.of(many, [link(0, 40, 3.0)])
+    for replica in many.layout.replicas:
+        boundaries_ms(many, replica, slow)
+    assert len(looks) <= 2 * 80
+
+
+def test_exchanges_for_slow_links_end_with_the_time(monkeypatch):
+    judged, gains = [], _Judge.gains
+
+    def counted(judge, orders):
+        judged.extend(orders)
+        return gains(judge, orders)
+
+    monkeypatch.setattr(_Judge, "gains", counted)
+    monkeypatch.setattr("scheduler.search.link_placement._BATCH", 1)
+    slow = LinkSlowdowns.of(job(), [link(0, 2, 30.0)])
+    found = search(job(), job().layout, {}, lambda: len(judged) >= 3, slow)
+    assert len(judged) == 3
+    assert found[0].layout.layers == 8
