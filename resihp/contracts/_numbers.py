@@ -9,6 +9,8 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+from resihp.formatting import listed
+
 from .errors import ContractError
 
 T = TypeVar("T")
@@ -66,7 +68,12 @@ def whole_numbers(values: Iterable[Any], *, least: int = -_MOST) -> tuple[int, .
 
 
 def number(
-    value: object, *, least: float = -inf, above: float = -inf, what: str = "a number"
+    value: object,
+    *,
+    least: float = -inf,
+    above: float = -inf,
+    most: float = inf,
+    what: str = "a number",
 ) -> float:
     """The plain `float` of a finite number within bounds. Raises `ContractError`."""
     plain = value
@@ -75,14 +82,16 @@ def number(
             plain = float(value)
         except OverflowError:  # a whole number beyond all floats
             plain = inf
-    if type(plain) is float and least <= plain < inf and above < plain:
+    if type(plain) is float and least <= plain <= most and above < plain < inf:
         return plain
     bounds = ["finite"]
     if above > -inf:
         bounds.append(f"above {above:g}")
     elif least > -inf:
         bounds.append(f"{least:g} or more")
-    raise ContractError("", f"must be {what}, {' and '.join(bounds)}, not {_shown(value)}")
+    if most < inf:
+        bounds.append(f"at most {most:g}")
+    raise ContractError("", f"must be {what}, {listed(bounds)}, not {_shown(value)}")
 
 
 def named(kind: type[Named]) -> Callable[[str], Named]:

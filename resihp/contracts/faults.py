@@ -9,6 +9,7 @@ from math import inf
 from ._numbers import make_plain, number, whole_number
 from .errors import ContractError
 
+_MOST_S = 1e15  # between checkpoints: more is no time that a step can be weighed against
 _MOST_STEPS = 2**53  # of a horizon: more change no decision
 
 
@@ -45,7 +46,7 @@ class Protection:
     """Protection of a job against faults.
 
     faults      how often they come
-    interval_s  between checkpoints; 0: no work is done again after a fault
+    interval_s  between checkpoints, at most 1e15; 0: no work is done again after a fault
     cost_s      of training time that one checkpoint takes
     """
 
@@ -54,7 +55,7 @@ class Protection:
     cost_s: float = 0.0
 
     def __post_init__(self) -> None:
-        make_plain(self, number, "interval_s", "cost_s", least=0.0)
+        make_plain(self, number, "interval_s", "cost_s", least=0.0, most=_MOST_S)
         if self.cost_s > self.interval_s:
             raise ContractError("cost_s", "must be from 0 to interval_s")
 

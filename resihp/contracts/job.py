@@ -14,6 +14,8 @@ from .layout import Layout, Schedule
 _MOST_LAYERS, _MOST_CHUNKS = 100_000, 256
 _MOST_MICROBATCHES = 1 << 24  # 128 for each of 131,072 replicas
 _LEAST_MS = 1e-30  # of a layer: products with shares and speeds stay above the least float
+_MOST_MS = 1e15  # as in records: sums over microbatches stay below the largest float
+_LEAST_GBYTES_PER_S = 1e-6
 
 
 class Action(StrEnum):
@@ -89,7 +91,8 @@ class LayerCost:
 
     A rank with share q of a layer needs `fixed_ms + q * forward_ms` (and the like for backward);
     `embedding_ms` and `head_ms` (forward; backward is twice that) weigh on the first and the last
-    stage. `step_ms` is what every step costs besides its microbatches (optimizer, data).
+    stage. `step_ms` is what every step costs besides its microbatches (optimizer, data). Every time
+    is at most 1e15.
     """
 
     forward_ms: float
@@ -100,8 +103,9 @@ class LayerCost:
     step_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        make_plain(self, number, "forward_ms", "backward_ms", above=_LEAST_MS)
-        make_plain(self, number, "fixed_ms", "embedding_ms", "head_ms", "step_ms", least=0.0)
+        make_plain(self, number, "forward_ms", "backward_ms", above=_LEAST_MS, most=_MOST_MS)
+        others = ("fixed_ms", "embedding_ms", "head_ms", "step_ms")
+        make_plain(self, number, *others, least=0.0, most=_MOST_MS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +185,8 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Bandwidth and latency between ranks of one node and of different nodes."""
+    """Bandwidth (at least 1e-6) and latency (at most 1e15) between ranks of one node and of
+    different nodes."""
 
     ranks_per_node: int = 8
     intra_gbytes_per_s: float = 200.0
@@ -190,8 +195,9 @@ class Links:
 
     def __post_init__(self) -> None:
         make_plain(self, whole_number, "ranks_per_node", least=1)
-        make_plain(self, number, "intra_gbytes_per_s", "inter_gbytes_per_s", above=0.0)
-        make_plain(self, number, "latency_ms", least=0.0)
+        rates = ("intra_gbytes_per_s", "inter_gbytes_per_s")
+        make_plain(self, number, *rates, least=_LEAST_GBYTES_PER_S)
+        make_plain(self, number, "latency_ms", least=0.0, most=_MOST_MS)
 
 
 @dataclass(frozen=True, kw_only=True)

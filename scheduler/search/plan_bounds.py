@@ -111,7 +111,8 @@ def least_makespan(parts: Sequence[tuple[Ints, MakespanFn]]) -> float:
 
     Every pipeline finishes one more microbatch at each of these makespans; the result is the time
     at which all pipelines together reach the total. Evaluates counts near the given ones, and more
-    as needed.
+    as needed, but no pipeline runs more than the total: transfers may take so long that, as floats,
+    one microbatch more takes no time.
     """
     total = sum(int(counts.sum()) for counts, _ in parts)
     low, high = 2, 2
@@ -120,7 +121,8 @@ def least_makespan(parts: Sequence[tuple[Ints, MakespanFn]]) -> float:
         base = sum(int(first.sum()) for _, first in tables)
         ends = np.concatenate([table.ravel() for table, _ in tables])
         makespan = float(np.sort(ends)[total - base - 1])
-        if any(((table[-1] <= makespan) & np.isfinite(table[-1])).any() for table, _ in tables):
+        is_within = (((t[-1] <= makespan) & np.isfinite(t[-1])).any() for t, _ in tables)
+        if high < total and any(is_within):
             high *= 2
         elif any(((table[0] > makespan) & (first > 0)).any() for table, first in tables):
             low *= 2

@@ -154,14 +154,16 @@ class GroupBuilder:
     ) -> tuple[tuple[int, ...], GroupCost]:
         """Shares over all members, or without some where that is faster."""
         cost, best_ms = self._cost, math.inf
+        best: tuple[tuple[int, ...], GroupCost] | None = None
         fixed = 2.0 * cost.fixed_ms / (cost.forward_ms + cost.backward_ms) * self._units
         for dropped in self._droppable(speeds, ranks):
             left = [0.0 if i in dropped else speed for i, speed in enumerate(speeds)]
             shares = balanced_shares(left, self._units, fixed=fixed, even=self._even)
             option = self._timed(shares, left, ranks)
             layer_ms = option.forward_ms + option.backward_ms
-            if layer_ms < best_ms * (1 - 1e-9):
+            if best is None or layer_ms < best_ms * (1 - 1e-9):
                 best, best_ms = (shares, option), layer_ms
+        assert best is not None, "without any member left out"
         return best
 
     def _kept(

@@ -198,7 +198,7 @@ class Forecast:
         if min(fit.step_ms, fit.forward, fit.backward) > 0.0:
             try:
                 self.job = calibrated(self._registered, **asdict(fit))
-            except ContractError:  # times that no layer has, next to nothing
+            except ContractError:  # times that no layer has, next to nothing or without end
                 return
             self._fit = fit
 

@@ -168,3 +168,27 @@ def test_a_measure_is_a_finite_number(make, field, wrong):
 def test_a_range_has_two_ends(layers):
     with pytest.raises(ContractError, match="layers: must be a half-open range"):
         Stage((0,), layers)
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "least", "most"),
+    [
+        (lambda ms: LayerCost(forward_ms=ms, backward_ms=1.0), "forward_ms", 1e-29, 1e15),
+        (lambda ms: LayerCost(forward_ms=1.0, backward_ms=1.0, head_ms=ms), "head_ms", 0.0, 1e15),
+        (lambda rate: Links(intra_gbytes_per_s=rate), "intra_gbytes_per_s", 1e-6, 1e300),
+        (lambda rate: Links(inter_gbytes_per_s=rate), "inter_gbytes_per_s", 1e-6, 1e300),
+        (lambda ms: Links(latency_ms=ms), "latency_ms", 0.0, 1e15),
+        (lambda s: Protection(interval_s=s), "interval_s", 0.0, 1e15),
+    ],
+)
+def test_times_and_bandwidths_are_such_that_plans_can_be_made_of_them(make, field, least, most):
+    make(least), make(most)
+    for beyond in (-1.0, 1e-320 if least else 1e290, 1.1 * most * 1e15):
+        with pytest.raises(ContractError, match="must be a number, finite") as caught:
+            make(beyond)
+        assert caught.value.field == field
+
+
+def test_the_message_names_both_bounds():
+    with pytest.raises(ContractError, match=r"finite, 0 or more and at most 1e\+15, not 1e\+16"):
+        Links(latency_ms=1e16)

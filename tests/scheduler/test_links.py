@@ -27,6 +27,8 @@ from scheduler.link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
 from scheduler.makespan import pipeline_makespans
 from scheduler.search import search
 from scheduler.search.link_placement import _Judge
+from scheduler.search.plan_bounds import least_makespan
+from scheduler.search.tp_groups import GroupBuilder
 from scheduler.step_time import ReplicaTimes
 
 ONE_F_ONE_B = (Schedule.ONE_F_ONE_B,)
@@ -280,6 +282,22 @@ def test_a_running_job_gets_a_plan_for_a_slow_link():
     assert decision.plan is not None
     assert decision.plan.version == 4
     assert step_of(one, decision.plan, [link(1, 2)]) < step_of(one, current, [link(1, 2)])
+
+
+def test_members_whose_collectives_never_end_are_a_group_all_the_same():
+    one = replace(job(dp=1, pp=1, tp=4), links=Links(latency_ms=1e15))
+    slow = LinkSlowdowns.of(one, [group((0, 1, 2, 3), 1e294)])
+    made = GroupBuilder(one, {}, 8, slow)((0, 1, 2, 3), 0)
+    assert made is not None
+    assert made.ranks == (0, 1, 2, 3)
+
+
+def test_a_bound_ends_where_microbatches_take_no_time_beside_a_transfer():
+    def endless_ms(rows, counts):
+        assert counts.max() < 100
+        return np.full(len(rows), 1e30)
+
+    assert least_makespan([(np.array([2, 2]), endless_ms)]) == 1e30
 
 
 def test_healthy_links_are_false():
