@@ -124,10 +124,10 @@ class MemoryFootprint:
         each, besides = self._held(widest, in_flight, split, first, last)
         held = _of_share(self.layer, widest)
         room = self.budget_bytes - state - besides - np.maximum(layer, head)
-        fits = room / np.maximum(held + each, 1e-9)
+        fits = _layers_in(room, held + each)
         for share, more in self._after_passes(widest, first):
-            most = (self.budget_bytes - more) / (1.0 + share) - state
-            fits = np.minimum(fits, most / np.maximum(held, 1e-9))
+            left = (self.budget_bytes - more) / (1.0 + share) - state
+            fits = np.minimum(fits, _layers_in(left, held))
         return np.asarray(np.clip(np.floor(fits + 1e-9), 0, _UNLIMITED), np.int64)
 
     def stage_bytes(
@@ -185,6 +185,12 @@ class MemoryFootprint:
             later = first * (_of_share(self.layer, shares) + _of_share(self.first, shares))
             own_pass = _of_share(self.layer_pass, shares)
             yield self.reduce_share, np.maximum(own_pass - self.reduce_share * later, 0.0)
+
+
+def _layers_in(room: Floats, each: Floats) -> Floats:
+    """Layers of `each` bytes that fit into `room`; of no bytes any number, also without room."""
+    unlimited = np.where(room >= 0.0, float(_UNLIMITED), 0.0)
+    return np.where(each > 0.0, room / np.maximum(each, 1e-9), unlimited)
 
 
 def _scaled(amount: RankAmount, factor: float) -> RankAmount:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,3 +107,21 @@ def test_a_tied_table_counts_once_where_one_stage_holds_both_ends() -> None:
         job = Job(name="tied", layout=layout, microbatches=1, model=shape, memory=Memory())
         total = sum(simulate(job, layout, job.quotas).peak_bytes.values())
         assert total == 16 * (4 * shape.layer_params + due * shape.embedding_params)
+
+
+@pytest.mark.parametrize(("budget", "layers"), [(1000, True), (999, False)])
+def test_layers_of_no_bytes_fit_where_the_ends_take_the_whole_budget(budget, layers) -> None:
+    ends = Memory(
+        budget_bytes=budget,
+        bytes_per_param=1.0,
+        optimizer_bytes_per_param=0.0,
+        activation_bytes_per_layer=0,
+        layer_params=RankAmount(),
+        first_params=RankAmount(split=1000.0),
+        last_params=RankAmount(split=1000.0),
+    )
+    footprint, one = MemoryFootprint.of(job_of(ends), 1), np.ones((1, 2), np.int64)
+    most = footprint.most_layers(np.ones((1, 2)), one, 0 * one)[0]
+    assert (most >= 4).tolist() == [layers] * 2
+    held = footprint.stage_bytes(Stage((0,), (0, 4)), first=True, last=False, in_flight=1)
+    assert (held[0] <= budget) == layers
