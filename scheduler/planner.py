@@ -156,8 +156,8 @@ def replan(
     if current.microbatches != job.microbatches:
         raise ContractError("quotas", f"must sum to microbatches ({job.microbatches})")
     _require_layers(job, current.layout)
-    if horizon_steps is not None and horizon_steps < 0:
-        raise ContractError("horizon_steps", "must be 0 or more")
+    if horizon_steps is not None and not horizon_steps >= 0:  # nor NaN
+        raise ContractError("horizon_steps", f"must be 0 or more, not {horizon_steps}")
     if restart_ms is not None and not 0.0 <= restart_ms < math.inf:  # nor NaN
         raise ContractError("restart_ms", f"must be finite and 0 or more, not {restart_ms}")
     dead = _dead_ranks(current.layout, known)

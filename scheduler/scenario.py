@@ -26,7 +26,9 @@ from .job_file import read_toml
 from .migration import migration_ms
 from .policies import PolicyOutcome, policy_outcome
 from .policies.base import Transition, replica_makespans
+from .simulator import MOST_SPEED
 
+_MOST_HOURS = 1e12  # so that neither milliseconds nor the steps in them are infinite
 _VISIBLE = 1e-3  # of the time range of a plot
 _LEAST_GAIN = 0.02  # a layout that still runs is kept unless the new one is faster by this
 
@@ -45,8 +47,8 @@ class FaultEvent:
             raise ContractError("at_s", f"must be finite and 0 or more, not {self.at_s}")
         if self.rank < 0:
             raise ContractError("rank", "must be 0 or more")
-        if not 0.0 <= self.speed <= 1.0:
-            raise ContractError("speed", "must be within 0..1")
+        if self.speed != 0.0 and not 1.0 / MOST_SPEED <= self.speed <= 1.0:
+            raise ContractError("speed", f"must be 0, or from {1.0 / MOST_SPEED:g} to 1")
         if self.until_s is not None and not self.at_s < self.until_s < math.inf:
             raise ContractError("until_s", f"must be finite and after at_s, not {self.until_s}")
 
@@ -60,8 +62,9 @@ class Scenario:
     restart_s: float = 300.0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.hours < math.inf:
-            raise ContractError("hours", f"must be finite and above 0, not {self.hours}")
+        if not 0.0 < self.hours <= _MOST_HOURS:
+            problem = f"must be above 0 and at most {_MOST_HOURS:g}, not {self.hours}"
+            raise ContractError("hours", problem)
         if not 0.0 <= self.restart_s < math.inf:
             raise ContractError("restart_s", f"must be finite and 0 or more, not {self.restart_s}")
 

@@ -31,7 +31,7 @@ from .link_costs import ALL_LINKS_HEALTHY, LinkSlowdowns, boundaries_ms
 from .memory import MemoryFootprint, most_between, most_held
 
 Speeds = Mapping[int, float] | Sequence[float]
-_MOST_SPEED = 1e30  # and the least its inverse, so that no time is infinite
+MOST_SPEED = 1e30  # and the least its inverse, so that no time is infinite
 _PASS_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B"}
 
 
@@ -228,6 +228,8 @@ def _chunk_durations(
 
 
 def _check(layout: Layout, quotas: Sequence[int], speeds: Mapping[int, float]) -> None:
+    if not isinstance(quotas, Iterable):
+        raise ContractError("quotas", "must be a list")
     is_whole = _all_are(Integral, quotas) and not any(isinstance(q, bool) for q in quotas)
     if len(quotas) != layout.dp or not is_whole or min(quotas) < 0:
         raise ContractError("quotas", "must have one whole number, 0 or more, for each replica")
@@ -270,7 +272,7 @@ def speed_map(speeds: Speeds | None) -> Mapping[int, float]:
     if not _all_are(Real, known.values()):
         raise ContractError("speeds", "must be numbers (0 dead, 1 healthy)")
     for rank, speed in known.items():
-        if speed != 0.0 and not 1.0 / _MOST_SPEED <= speed <= _MOST_SPEED:
+        if speed != 0.0 and not 1.0 / MOST_SPEED <= speed <= MOST_SPEED:
             raise ContractError(
                 "speeds", f"rank {rank}: {speed} is not a speed (0 dead, 1 healthy)"
             )

@@ -13,7 +13,7 @@ from ._numbers import make_plain, number, whole_numbers
 class Advice:
     """Ranks to leave out of a job at its next start, or to replace, and the gain.
 
-    Step times are predicted, in milliseconds, for the work of one step of the job as it is.
+    Step times are predicted, in milliseconds above 0, for the work of one step of the job as it is.
 
     ranks        slow and stopped ranks to leave out, or to replace by healthy ones
     stopped      those of them that have stopped
@@ -34,8 +34,8 @@ class Advice:
 
     def __post_init__(self) -> None:
         make_plain(self, whole_numbers, "ranks", "stopped", "others", "nodes", least=0)
-        make_plain(self, number, "step_ms", "without_ms", optional=True)
-        make_plain(self, number, "replaced_ms")
+        make_plain(self, number, "step_ms", "without_ms", above=0.0, optional=True)
+        make_plain(self, number, "replaced_ms", above=0.0)
 
     @property
     def gain(self) -> float | None:

@@ -192,3 +192,12 @@ def test_times_and_bandwidths_are_such_that_plans_can_be_made_of_them(make, fiel
 def test_the_message_names_both_bounds():
     with pytest.raises(ContractError, match=r"finite, 0 or more and at most 1e\+15, not 1e\+16"):
         Links(latency_ms=1e16)
+
+
+@pytest.mark.parametrize("field", ["step_ms", "without_ms", "replaced_ms"])
+@pytest.mark.parametrize("wrong", [0.0, -1.0])
+def test_advice_is_of_steps_that_take_time(field, wrong):
+    given_ = {"step_ms": 5.0, "without_ms": 4.0, "replaced_ms": 3.0, field: wrong}
+    with pytest.raises(ContractError, match="above 0") as caught:
+        Advice(ranks=(1,), **given_)
+    assert caught.value.field == field

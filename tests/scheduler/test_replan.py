@@ -54,6 +54,7 @@ def slow_links(gbytes_per_s):
     [
         ((4, 2), {}, "quotas"),
         ((4, 4), {"horizon_steps": -5}, "horizon_steps"),
+        ((4, 4), {"horizon_steps": float("nan")}, "horizon_steps"),
         ((4, 4), {"time_limit_s": float("nan")}, "time_limit_s"),
         ((4, 4), {"restart_ms": -1.0}, "restart_ms"),
         ((4, 4), {"restart_ms": float("nan")}, "restart_ms"),

@@ -106,6 +106,8 @@ def test_a_pause_goes_on_through_further_faults():
     ("change", "field"),
     [
         (("hours = 1", "hours = 0"), "hours"),
+        (("hours = 1", "hours = 1e306"), "hours"),
+        (("speed = 0.5", "speed = 1e-40"), "fault[0].speed"),
         (("speed = 0.5", "speed = 2.0"), "fault[0].speed"),
         (("until_s = 1200", "until_s = 1"), "fault[0].until_s"),
         (("rank = 2", "rang = 2"), "fault[1].rang"),

@@ -130,7 +130,7 @@ def test_speeds_that_are_no_numbers_of_ranks_are_refused(speeds):
         make_plan(small_job(), speeds)
 
 
-@pytest.mark.parametrize("quotas", [(2,), (3, -1), (), (2.0, 2.0), (True, 1)])
+@pytest.mark.parametrize("quotas", [(2,), (3, -1), (), (2.0, 2.0), (True, 1), 5])
 def test_quotas_that_are_none_are_refused(quotas):
     job = small_job()
     with pytest.raises(ContractError, match="quotas"):
