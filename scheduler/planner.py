@@ -76,13 +76,14 @@ def make_plan(
     The plan uses the first of the schedules that the job permits, unless another one that fits
     into memory is clearly faster. Interleaved stages are kept unless 1F1B is clearly faster or
     several chunks do not fit; `reason` states which. `bound_ms` holds for this schedule, every
-    partition into whole layers (at least one in each stage, unless the plan itself has a stage
-    without any) and every quota, with the groups in the plan's places. A job with
-    the action `quotas` and neither `layout` nor `restart` keeps its layout and schedule.
+    partition into whole layers that fits into memory (at least one in each stage, unless the plan
+    itself has a stage without any) and every quota, with the groups in the plan's places. A job
+    with the action `quotas` and neither `layout` nor `restart` keeps its layout and schedule.
 
     Raises `InfeasibleError` with the binding constraint ("ranks", "memory" or "actions"),
-    never "memory" where the current layout fits and all of its ranks are alive; and `ContractError`
-    for invalid speeds, for a layout of another number of layers, and for one that has to stay and
+    never "memory" where all ranks of the current layout are alive and it fits under its schedule,
+    or under the first that plans may use where that is not one of them; and `ContractError` for
+    invalid speeds, for a layout of another number of layers, and for one that has to stay and
     cannot run within `max_in_flight`.
     """
     expired = _deadline(time_limit_s, clock)
