@@ -325,9 +325,11 @@ def _started(
         if isinf(evaluator.best(chain, quota)[1]):
             raise out_of_memory(evaluator, chain, quota)
     if spare or left:
-        longer = insert_spare(evaluator, chains, [*spare, *left], found.makespan_ms)
-        # A longer chain may not hold all layers for as many microbatches as it gets.
-        found = min(divide(evaluator, longer), found, key=lambda one: one.makespan_ms)
+        chains = insert_spare(evaluator, chains, [*spare, *left], found.makespan_ms)
+        longer = divide(evaluator, chains)
+        # A longer chain may not hold all layers for as many microbatches as it gets. One that is
+        # slower is kept: exchanges, schedules and several chunks in a stage may gain from it.
+        found = found if isinf(longer.makespan_ms) else longer
     return found
 
 
