@@ -257,9 +257,10 @@ class Job:
         if not is_text or not self.name or self.name != acceptable_name(self.name):
             problem = "must be 1 to 128 printable characters without a slash, and not '.' or '..'"
             raise ContractError("name", problem)
-        if not 1 <= self.layout.layers <= _MOST_LAYERS:
-            problem = f"must hold 1 to {_MOST_LAYERS} layers, not {self.layout.layers}"
-            raise ContractError("layout", problem)
+        if self.layout.layers < 1:
+            raise ContractError("layout", "must hold at least one layer")
+        if self.layout.layers > _MOST_LAYERS:
+            raise ContractError("layout", f"must hold at most {_MOST_LAYERS} layers")
         if self.model is not None and self.model.layers != self.layout.layers:
             raise ContractError(
                 "layout", f"holds {self.layout.layers} layers, the model has {self.model.layers}"
