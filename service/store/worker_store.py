@@ -376,11 +376,8 @@ class WorkerStore:
         events: Sequence[_Event] = (),
     ) -> None:
         """Carry out commands and append events, all or nothing. Raises `LeaseLostError`."""
-        keys, known, kept = (
-            keys_of(lease.job),
-            self._commits.get(lease.job, 0),
-            self._newest(events),
-        )
+        keys, kept = keys_of(lease.job), self._newest(events)
+        known = self._commits.get(lease.job, 0)
         args: list[_Part] = [lease.token, lease.generation, known, self._keep_events, len(kept)]
         for kind, document in kept:
             args += [keys.histories[Subject.of(kind)], kind, dumps(document)]
