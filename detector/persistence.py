@@ -21,7 +21,7 @@ from resihp.contracts import ContractError
 State = dict[str, Any]
 """Saved attributes: arrays, numbers, strings, and lists and dicts of them."""
 
-FORMAT = 28
+FORMAT = 29
 ARRAY = "array:"
 """Beginning of the names of large arrays."""
 _LARGE_BYTES = 1 << 14

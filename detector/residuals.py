@@ -52,8 +52,7 @@ class StepResidual:
     spread  robust standard deviation of single records around their rank's value
     wider   spread of healthy ranks over that of devices: reference ranks add their own offsets
     fixed   its variation with the fixed share; None where lengths are known
-    passes  those of the forward passes alone, and of the backward passes alone; None where a step
-            has enough microbatches to tell the two apart by itself
+    passes  those of the forward and of the backward passes alone; None without lengths
     misfit  how far the predictions may be wrong for work unlike any before; None without lengths
     expected_ms
             predicted time of each record on a healthy device; NaN where nothing predicts it

@@ -1,10 +1,10 @@
-"""Faults that slow one kind of pass only, in steps of few microbatches.
+"""Faults that slow one kind of pass only.
 
-Some kernels run in the forward or in the backward pass alone, and so does what makes them slow. In
-steps of many microbatches the levels of the two kinds are apart by more than their noise; in others
-half of the slowness drowns in the noise of the healthy kind. So the forward and the backward passes
-are tested alone, too. A mean of e-values is an e-value (Vovk and Wang, "E-values", 2021), so that
-more tests name no more healthy ranks.
+Some kernels run in the forward or in the backward pass alone, and so does what makes them slow. If
+the levels of the two kinds are not apart by more than their noise, half of the slowness drowns in
+that of the healthy kind, also in steps of many microbatches where a host slows all passes of a step
+together. So the forward and the backward passes are tested alone, too. A mean of e-values is an
+e-value (Vovk and Wang, "E-values", 2021), so that more tests name no more healthy ranks.
 """
 
 from __future__ import annotations

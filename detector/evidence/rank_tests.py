@@ -161,7 +161,8 @@ class RankTests(Persistent):
         offset = self._offset_spread(middle)
         self._forget_past(misfit.moved)
         sure = self._representative(trusted, healthy)
-        value = self._centre(residual, sure, lags)
+        familiar = (misfit.from_past <= offset) & (self.past > 0)
+        value = self._centre(residual, sure & familiar, lags)
         seen = np.isfinite(value)
         self.window = appended(self.window, value, WINDOW_STEPS)
         unlike = np.maximum(misfit.from_peers, misfit.from_past) > offset
@@ -266,8 +267,9 @@ class RankTests(Persistent):
 
     def _centre(self, residual: StepResidual, trusted: Bools, lags: Floats | None) -> Floats:
         """Residuals without the common mode of the peers, or of the job where peers are too few.
-        Ranks under suspicion are left out of it, or two of few peers would mask each other. What
-        all peers have because they waited for one of them is not common either."""
+        Only `trusted` ranks tell it: two suspects among few peers would mask each other, and what
+        is expected of work unlike any before is wrong for all that have it. What all peers have
+        because they waited for one of them is not common either."""
         value = residual.value
         if np.count_nonzero(np.isfinite(value)) < FEW_RANKS:
             return value.copy()

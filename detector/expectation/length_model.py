@@ -142,8 +142,6 @@ class LengthModel(Persistent):
         )
         total = np.sqrt(spread**2 / np.maximum(left, 1e-9) + shared**2)
         whole = StepResidual(value, total, records, spread)
-        if not self._levels.by_pass(records / (2.0 * self._job.chunks)):
-            return whole
         # The spread of a rank's records lies half in each kind, and is theirs until steps tell.
         noise = 2.0 * spread**2 / np.maximum(0.5 * records, 1.0)
         error = np.hypot(shared, np.sqrt(noise) if self._levels.steps < _ENOUGH_STEPS else 0.0)

@@ -86,11 +86,6 @@ class RankLevels(Persistent):
         by_pass = np.where(counts > 0, level, np.nan).reshape(size, 2).T
         return np.where(records > 0, value, np.nan), left, records, by_pass
 
-    @staticmethod
-    def by_pass(microbatches: Floats) -> bool:
-        """Return whether steps of so few microbatches hide one kind of pass behind the other."""
-        return bool(np.median(microbatches) < _ENOUGH)
-
     def of(self, value: Floats, microbatches: Floats) -> Floats:
         """Level of each rank in a step with the residuals `value` (NaN where there is none)."""
         by_step = _by_step(microbatches)

@@ -12,7 +12,7 @@ import numpy as np
 
 from resihp.contracts import TelemetryBatch
 
-from ..arrays import Bools, Floats, Ints, group_median, mad_sigma
+from ..arrays import Bools, Floats, Ints, appended, group_median, mad_sigma, median
 from ..persistence import Persistent
 from ..residuals import Misfit
 
@@ -26,14 +26,14 @@ _FAR = 0.05
 """Error (log) from which a rank's work has changed its kind."""
 _MOVED_STEPS = 3
 """Steps running of another kind of work from which the past is no reference."""
-_POOL = 0.1
-"""Rate at which the scatter of work between steps is averaged."""
+_SCATTER_STEPS = 9
+"""Steps whose middle one tells the scatter of work: one where many ranks change does not."""
 
 
 class UnlikeWork(Persistent):
     """Mean work of every rank, recent and past, as logs of tokens and of mean length."""
 
-    _saved = ("_recent", "_past", "_scatter", "_before", "_count", "_outside")
+    _saved = ("_recent", "_past", "_scatters", "_before", "_count", "_outside")
 
     def __init__(self, classes: Ints) -> None:
         size = classes.size
@@ -44,18 +44,18 @@ class UnlikeWork(Persistent):
         self._apart = np.sqrt(1.0 - 1.0 / peers)
         self._recent, self._past = np.zeros((2, 2, size))
         self._before = np.full((2, size), np.nan)
-        self._scatter = np.zeros(2)
+        self._scatters = np.empty((0, 2))
         self._count, self._outside = np.zeros((2, size))
 
     def observe(self, batch: TelemetryBatch, index: Ints, trusted: Bools) -> Misfit:
         """Take the records of a step; the past is learned from the ranks in `trusted`."""
         work, seen = self._work_of(batch, index)
-        self._learn_scatter(work)
+        scatter = self._scatter(work)
         new = seen & (self._count == 0)
         self._recent[:, new] = self._past[:, new] = work[:, new]
         self._count[seen] += 1.0
         self._follow(self._recent, work, seen, _RECENT)
-        wide = _WITHIN * self._scatter[:, None]
+        wide = _WITHIN * scatter[:, None]
         narrow = wide / np.sqrt(np.clip(self._count, 1.0, _RECENT))
         centre = self._middle(seen)
         from_peers = _error(work - centre, wide, self._recent - centre, self._apart * narrow)
@@ -83,15 +83,14 @@ class UnlikeWork(Persistent):
         sums = np.stack([np.bincount(index, one, size) for one in (tokens, length)])
         return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan), counts > 0
 
-    def _learn_scatter(self, work: Floats) -> None:
-        """Standard deviation of a rank's work between steps, of all ranks together."""
+    def _scatter(self, work: Floats) -> Floats:
+        """Standard deviation of a rank's work between steps, of all ranks together; shape (2,)."""
         change = (work - self._before) / np.sqrt(2.0)
         self._before = work
-        for which, row in enumerate(change):
-            if np.isfinite(row).any():
-                seen = mad_sigma(row, 0.0)
-                first = not self._scatter[which]
-                self._scatter[which] += (1.0 if first else _POOL) * (seen - self._scatter[which])
+        rows = [mad_sigma(row, 0.0) if np.isfinite(row).any() else np.nan for row in change]
+        self._scatters = appended(self._scatters, np.array(rows), _SCATTER_STEPS)
+        scatter: Floats = np.nan_to_num(median(self._scatters, 0)[0])
+        return scatter
 
     def _middle(self, seen: Bools) -> Floats:
         """Median recent work of each rank's class."""

@@ -259,6 +259,25 @@ def test_slow_forward_passes_are_named_beside_noisy_backward_passes(seed: int) -
     assert 20 < named[seed] < 34
 
 
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.BACKWARD])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_kind_of_pass_of_four_microbatches_is_named_in_noisy_steps(seed: int, op: Op) -> None:
+    """All passes of a kind in a step take longer together, so that their number does not help."""
+    job = job_of(4, 1, 1, per_replica=4)
+    detector = Detector(job, settings=DetectorSettings(train=False))
+    noise, named = np.random.default_rng(seed), dict[int, int]()
+    for batch in steps_of(job, LENGTHS, steps=45, seed=seed):
+        slow = (batch.rank == seed) & (batch.op == op) & (batch.step >= 20)
+        kind = 2 * batch.rank + (batch.op == Op.BACKWARD)
+        times = batch.compute_ms * np.where(slow, 1.25, 1.0)
+        times *= np.exp(0.08 * noise.standard_t(5, 8))[kind]
+        for verdict in detector.update(replace(batch, compute_ms=times)):
+            if verdict.status is Status.FAIL_SLOW:
+                named.setdefault(verdict.rank, int(batch.step[0]))
+    assert list(named) == [seed]
+    assert 20 < named[seed] <= 40
+
+
 @pytest.mark.parametrize("from_step", [0, 12])
 @pytest.mark.parametrize(("tp", "slow"), [(2, 7), (4, 0), (4, 15)])
 def test_a_slow_member_does_not_get_the_opposite_group_named(

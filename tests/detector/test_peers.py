@@ -79,3 +79,14 @@ def test_work_unlike_any_before_is_still_excused_when_its_step_is_judged_again()
         observe(tests, row, strange)
     for row in CALM[6:8]:
         assert observe(tests, row).evidence[SLOW] < 0.5 * SUSPECT_AT
+
+
+@pytest.mark.parametrize("classes", [[0, 0, 1, 1], [0, 0, 0, 0]])
+def test_what_is_common_is_told_by_ranks_whose_work_is_as_before(classes: list[int]) -> None:
+    tests = RankTests(np.array(classes), DetectorSettings())
+    for row in CALM[:20]:
+        observe(tests, row)
+    quicker = np.array([True, False, True, False])
+    strange = Misfit(0.2 * quicker, 0.2 * quicker, np.zeros(RANKS, bool))
+    for row in CALM[20:30] - 0.1 * quicker:
+        assert observe(tests, row, strange).excess[~quicker] == pytest.approx(0.0, abs=0.04)

@@ -1,10 +1,12 @@
 """Documents of another length than before, or than the peers have, do not make a device slow."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from detector import Detector
-from resihp.contracts import Job, Layout, ModelShape, Status
+from detector import Detector, DetectorSettings
+from resihp.contracts import Job, Layout, ModelShape, Op, Status
 from resihp.testing.scenarios import Fault, Surge, steps_of
 
 MODEL = ModelShape(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=32000)
@@ -78,3 +80,21 @@ def test_one_of_two_replicas_with_longer_documents_does_not_blame_the_other(seed
     detector = Detector(job)
     for batch in steps_of(job, lengths, steps=60, seed=seed, surges=[surge]):
         assert all(v.status is not Status.FAIL_SLOW for v in detector.update(batch))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_whose_expectation_fails_do_not_blame_those_that_work_as_before(seed: int) -> None:
+    """A cost model that takes launches for work finds twice the tokens quicker than they are."""
+    job = job_of((4, 1, 1), 4)
+    detector = Detector(job, settings=DetectorSettings(train=False))
+    noise = np.random.default_rng(seed)
+    for batch in steps_of(job, SHORT, steps=50, seed=seed):
+        more = (batch.rank % 2 == 0) & (batch.step >= 30) & (batch.step < 40)
+        times = batch.compute_ms * np.where(more, 2.0 * 0.85, 1.0)
+        times *= np.exp(0.03 * noise.normal(size=8))[2 * batch.rank + (batch.op == Op.BACKWARD)]
+        work = {
+            name: np.where(more & (getattr(batch, name) >= 0), 2, 1) * getattr(batch, name)
+            for name in ("tokens", "sequences", "sum_sq_len")
+        }
+        for verdict in detector.update(replace(batch, compute_ms=times, **work)):
+            assert verdict.status is not Status.FAIL_SLOW, verdict
