@@ -25,8 +25,8 @@ from .persistence import Persistent
 from .probes import ProbeResult, probe_gain
 from .rank_table import RankTable
 from .settings import DetectorSettings
-from .step_assembler import StepAssembler
 from .step_time import StepTimeModel
+from .steps.assembler import StepAssembler
 from .transfers import TransferTimes
 from .verdict_text import REPLICA, SILENT, Annotations
 

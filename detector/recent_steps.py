@@ -16,7 +16,7 @@ from resihp.contracts import TelemetryBatch
 
 from .persistence import Persistent
 from .rank_table import RankTable
-from .step_assembler import is_pass
+from .steps.records import is_pass
 
 _FRAME = ("rank", "microbatch", "chunk", "op", "peer")
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from resihp.contracts import Job, Layout, Op, Schedule, TelemetryBatch
 
 from ..arrays import positions, quantile
-from ..step_assembler import numbered
+from ..steps.assembler import numbered
 from .operations import Floats, Ints
 
 

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detector.persistence import Persistent, State
-from detector.step_assembler import KnownRecords, StepProgress, by_step, is_pass
-from detector.step_digests import record_marks
+from detector.steps.digests import record_marks
+from detector.steps.progress import StepProgress
+from detector.steps.records import KnownRecords, by_step, is_pass
 from resihp.contracts import Op, TelemetryBatch
 from resihp.contracts.telemetry import MOST_STEP
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from detector import Detector, DetectorSettings, step_assembler
+from detector import Detector, DetectorSettings
 from detector.diagnosis import diagnose
 from detector.expectation.cross_stage import CrossStageModel
 from detector.rank_table import RankTable
-from detector.step_assembler import StepAssembler, numbered
+from detector.steps import progress
+from detector.steps.assembler import StepAssembler, numbered
 from detector.whatif.dense_records import DenseRecords
 from resihp.contracts import Job, Layout, Status, TelemetryBatch, Verdict
 from resihp.contracts.telemetry import MOST_MS
@@ -39,7 +40,7 @@ def judged(batches: list[TelemetryBatch]) -> set[int]:
 def test_one_record_with_a_number_of_millions_makes_no_array_of_so_many() -> None:
     """Of a job with so many microbatches any number is one that it may have."""
     job = replace(JOB, quotas=(), microbatches=2**22)
-    assembler = step_assembler.StepAssembler(RankTable.of(job.layout), job.quotas, 1)
+    assembler = StepAssembler(RankTable.of(job.layout), job.quotas, 1)
     batch = stream(with_lengths=False, steps=1)[0]
     odd = np.arange(len(batch)) == len(batch) - 1
     batch = replace(batch, microbatch=np.where(odd, 2**20 - 1, batch.microbatch))
@@ -373,7 +374,7 @@ def test_few_steps_wait_for_a_lost_message_where_messages_hold_many(
     """As of senders that are asked for fewer messages, one of which is refused. Those of three more
     waited, half a gigabyte of 16,384 ranks."""
     most, together = 640, 6  # records, ten steps of them; steps of a message
-    monkeypatch.setattr(step_assembler, "_MUCH_KEPT", most)
+    monkeypatch.setattr(progress, "_MUCH_KEPT", most)
     detector, named, kept = Detector(JOB), set(), list[int]()
     steps = stream(with_lengths=True, faulty=True, steps=48)
     for at in range(0, len(steps), together):
@@ -392,13 +393,13 @@ def test_the_steps_of_an_outage_wait_for_all_ranks_while_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outage = by_rank(TelemetryBatch.concat(stream(with_lengths=True, faulty=True)), 0)
-    monkeypatch.setattr(step_assembler, "_MUCH_KEPT", 640)
+    monkeypatch.setattr(progress, "_MUCH_KEPT", 640)
     detector, named = Detector(JOB), set()
     for message in outage:
         named |= names(detector.update(message))
     assert named == {SLOW}
     assert detector.counters["late"] == 0
-    monkeypatch.setattr(step_assembler, "_MOST_KEPT", 640)
+    monkeypatch.setattr(progress, "_MOST_KEPT", 640)
     detector, kept = Detector(JOB), list[int]()
     for message in outage:
         named |= names(detector.update(message))

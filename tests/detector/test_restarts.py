@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from detector import Detector
-from detector.restarts import MessagesBehind
+from detector.steps.restarts import MessagesBehind
 from resihp.contracts import Cause, Heartbeat, Job, Layout, Plan, Status, TelemetryBatch
 from resihp.testing.scenarios import Fault, steps_of
 
@@ -219,7 +219,7 @@ def test_a_rank_that_stays_far_back_takes_little_memory() -> None:
 def test_of_the_ranks_that_went_back_the_newest_messages_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("detector.restarts._MOST_RECORDS", 2_000)
+    monkeypatch.setattr("detector.steps.restarts._MOST_RECORDS", 2_000)
     behind = MessagesBehind(np.arange(4))
     for step in range(63):
         behind.add(forward([3], step))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from resihp.contracts import TelemetryBatch
 
-from .arrays import ODD, Bools, Ints
+from ..arrays import ODD, Bools, Ints
 
 Digests = NDArray[np.uint32]
 """Of each rank; 0 without a pass."""

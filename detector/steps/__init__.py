@@ -1,0 +1,1 @@
+"""From messages to whole steps: late, repeated, partial and out of order records sorted out."""
