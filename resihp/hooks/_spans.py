@@ -143,11 +143,14 @@ class Span(TimedBlock):
 
     While it is the innermost open block, `Waiting` blocks are credited to it. Once ended it is
     itself the entry of the buffer, and the sender reads its times.
+
+    waiting              a `Waiting` block in it is open
+    is_waiting_measured  no `Waiting` block is no waiting, instead of waiting that is not known
     """
 
     __slots__ = (
-        "_outer", "_recording", "_start", "_stop", "_wait_start", "chunk", "microbatch", "op",
-        "peer", "plan_version", "step", "waiting", "work",
+        "_outer", "_recording", "_start", "_stop", "_wait_start", "chunk", "is_waiting_measured",
+        "microbatch", "op", "peer", "plan_version", "step", "waiting", "work",
     )  # fmt: skip
     _outer: Span | None
     step: int
@@ -168,7 +171,7 @@ class Span(TimedBlock):
         self.chunk = chunk
         self.peer = peer
         self.work = work
-        self.waiting = False
+        self.waiting = self.is_waiting_measured = False
 
     def start(self) -> Self:
         """Enter the block, once: the buffer may still hold it when it has ended."""
@@ -196,11 +199,6 @@ class Span(TimedBlock):
         """End without a record if this is the innermost open block."""
         if self._recording.open is self:
             self.leave()
-
-    def measure_waiting(self) -> None:
-        """Count no `Waiting` block as no waiting, instead of as waiting that is not measured; to be
-        called as the block is entered."""
-        raise NotImplementedError
 
     def begin_wait(self) -> None:
         """Count the time from now until `end_wait` as waiting; to be called while `waiting` is not
@@ -245,7 +243,7 @@ class HostSpan(Span):
         recording = self._recording
         self._outer = recording.open
         recording.open = self
-        self._wait_ns = -1
+        self._wait_ns = 0
         now_ns = recording.now_ns
         self._start = now_ns()
         return self
@@ -269,10 +267,7 @@ class HostSpan(Span):
     def own_ns(self) -> int:
         """Time since the block was entered, without waiting."""
         elapsed_ns: int = self._recording.now_ns() - self._start
-        return elapsed_ns - max(0, self._wait_ns)
-
-    def measure_waiting(self) -> None:
-        self._wait_ns = 0
+        return elapsed_ns - self._wait_ns
 
     def begin_wait(self) -> None:
         self.waiting = True
@@ -281,9 +276,8 @@ class HostSpan(Span):
 
     def end_wait(self) -> None:
         now_ns = self._recording.now_ns
-        waited_ns = now_ns() - self._wait_start
-        self._wait_ns = waited_ns if self._wait_ns < 0 else self._wait_ns + waited_ns
-        self.waiting = False
+        self._wait_ns += now_ns() - self._wait_start
+        self.waiting, self.is_waiting_measured = False, True
 
     def ready(self) -> bool:
         return True
@@ -293,7 +287,7 @@ class HostSpan(Span):
 
     def times(self) -> tuple[float, float]:
         elapsed_ns: int = self._stop - self._start
-        if self._wait_ns < 0:
+        if not self.is_waiting_measured:
             return elapsed_ns * 1e-6, nan
         return max(0, elapsed_ns - self._wait_ns) * 1e-6, self._wait_ns * 1e-6
 
@@ -304,7 +298,7 @@ class ThreadSpan(HostSpan):
     __slots__ = ()
 
     def __enter__(self) -> ThreadSpan:
-        self._wait_ns = -1
+        self._wait_ns = 0
         self._start = self._recording.now_ns()
         return self
 
@@ -318,7 +312,7 @@ class ThreadSpan(HostSpan):
 class DeviceSpan(Span):
     """A block timed by events in the current CUDA stream; the sender reads them later."""
 
-    __slots__ = ("_clock", "_is_measured", "_settled", "_waits")
+    __slots__ = ("_clock", "_settled", "_waits")
     _clock: CudaClock
     _settled: tuple[float, float] | None
 
@@ -329,7 +323,6 @@ class DeviceSpan(Span):
         self._outer = recording.open
         recording.open = self
         self._waits: list[tuple[Any, Any]] = []
-        self._is_measured = False
         self._settled = None
         self._start = self._stamp()
         return self
@@ -346,9 +339,6 @@ class DeviceSpan(Span):
             recording.recorded = True
             put = recording.put
             put(self)
-
-    def measure_waiting(self) -> None:
-        self._is_measured = True
 
     def begin_wait(self) -> None:
         self.waiting = True
@@ -380,7 +370,7 @@ class DeviceSpan(Span):
         self._clock.recycle(self._start, self._stop)
         for pair in self._waits:
             self._clock.recycle(*pair)
-        if not waits and not self._is_measured:
+        if not waits and not self.is_waiting_measured:
             return elapsed_ms, nan
         return max(0.0, elapsed_ms - sum(waits)), sum(waits)
 

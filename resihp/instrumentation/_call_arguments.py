@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -150,8 +151,12 @@ def _is_usable(form: Form, value: Any) -> bool:
 def _work_of_shape(tensor: torch.Tensor) -> Work | None:
     if tensor.is_nested:
         return _work_of_nested(tensor)
-    shape = tensor.shape
-    if tensor.is_floating_point():
+    return _work_of_size(tensor.shape, tensor.is_floating_point())
+
+
+@lru_cache(maxsize=1_024)
+def _work_of_size(shape: torch.Size, is_floating_point: bool) -> Features:
+    if is_floating_point:
         positions = shape[1:-1] if len(shape) < 4 else shape[2:]
         return _rows(shape[0], positions.numel())
     if len(shape) == 1:

@@ -240,8 +240,6 @@ class FinalWait:
         self._expected_other = -2
         self.on_other = timer.safely(self._expect_other)
         self.on_end_of_other = timer.safely(self._other_waits)
-        self.on_gradients = timer.safely(self._gradients_ready)
-        self.on_end = timer.safely(self._all_done)
 
     def expect(self, under_way: int) -> None:
         """Time the waiting of the backward pass that runs now, by `backward_under_way`; a second
@@ -251,7 +249,8 @@ class FinalWait:
         if self.expected == under_way:
             return
         self.expected, self._waiting = under_way, None
-        queue(_Ending(self, self._timer.under_way))
+        timer = self._timer
+        queue(_Ending(self, timer.under_way, timer.recording.failures))
 
     def _expect_other(self, _: Any) -> None:
         under_way, queue = backward_under_way(), self._queue
@@ -264,14 +263,16 @@ class FinalWait:
         if self.expected == under_way:
             self._waiting = self._timer.begin_final_wait()
 
-    def _gradients_ready(self, ending: _Ending) -> None:
+    def begin_wait(self, then: Callable[[], None]) -> None:
+        """Begin to wait as the last gradient is there; `then` is called after that of DDP."""
         queue = self._queue
         assert queue is not None
         if self._waiting is None:
             self._waiting = self._timer.begin_final_wait()
-        queue(ending.end)
+        queue(then)
 
-    def _all_done(self) -> None:
+    def end(self) -> None:
+        """End the waiting, and with it the backward pass."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.end_wait()
@@ -281,20 +282,26 @@ class FinalWait:
 
 
 class _Ending:
-    """End of one backward pass, as autograd calls it. If the pass raises autograd frees it instead,
-    and `span` is under way no longer."""
+    """End of one backward pass, as autograd calls it; failures are counted. If the pass raises
+    autograd frees it instead, and `span` is under way no longer."""
 
-    __slots__ = ("_final", "_span")
+    __slots__ = ("_failures", "_final", "_span")
 
-    def __init__(self, final: FinalWait, span: Span | None) -> None:
-        self._final, self._span = final, span
+    def __init__(self, final: FinalWait, span: Span | None, failures: FailureLog) -> None:
+        self._final, self._span, self._failures = final, span, failures
 
     def __call__(self) -> None:
-        self._final.on_gradients(self)
+        try:
+            self._final.begin_wait(self.end)
+        except Exception as error:  # noqa: BLE001 the boundary: training goes on
+            self._failures.add("instrumentation", error)
 
     def end(self) -> None:
         self._span = None
-        self._final.on_end()
+        try:
+            self._final.end()
+        except Exception as error:  # noqa: BLE001 the boundary: training goes on
+            self._failures.add("instrumentation", error)
 
     def __del__(self) -> None:
         if self._span is not None:

@@ -104,8 +104,7 @@ class PassTimer:
             self._stream = -1 if device is None else device.stream()
             span = recording.kind(recording, op, index, chunk, -1, work)
             span.__enter__()
-            if self.measures_waiting:
-                span.measure_waiting()
+            span.is_waiting_measured = self.measures_waiting
             self.under_way, self.op = span, op
             return index
 

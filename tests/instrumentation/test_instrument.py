@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 import resihp
 from resihp.contracts import ContractError, Op
 from resihp.hooks._probes import RequestedProbe
+from resihp.instrumentation._pass_timer import PassTimer
 from resihp.instrumentation._patches import Patches
 from resihp.layout.rank_groups import RankDescription
 from tests.hooks.conftest import Sidecar, until
@@ -1153,6 +1154,17 @@ def test_failures_are_counted_and_training_goes_on(observe):
     loop.step()
     assert loop.passes() == one_step(0)
     assert loop.monitor.stats.failures == 1
+
+
+@pytest.mark.parametrize("broken", ["begin", "end", "begin_final_wait"])
+def test_failures_in_any_pass_are_counted_and_training_goes_on(observe, monkeypatch, broken):
+    def fail(*args, **kwargs):
+        raise KeyError(broken)
+
+    monkeypatch.setattr(PassTimer, broken, fail)
+    loop = observe()
+    loop.step(microbatches=2)
+    assert loop.monitor.stats.failures >= 2
 
 
 @pytest.mark.parametrize("target", [None, 3, torch.ones(1), torch.optim.SGD])
