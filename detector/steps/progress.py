@@ -1,4 +1,4 @@
-"""Which steps of a job are whole, for everything that works step by step."""
+"""Progress of steps: which of them are whole, for everything that works step by step."""
 
 from __future__ import annotations
 
