@@ -282,8 +282,9 @@ class FinalWait:
 
 
 class _Ending:
-    """End of one backward pass, as autograd calls it; failures are counted. If the pass raises
-    autograd frees it instead, and `span` is under way no longer."""
+    """End of one backward pass, as autograd calls it. If the pass raises autograd frees it instead,
+    and `span` is under way no longer. Failures are counted here, as a wrapper of `safely` would,
+    for every microbatch passes here twice."""
 
     __slots__ = ("_failures", "_final", "_span")
 
