@@ -831,8 +831,13 @@ def test_monitors_may_be_removed_in_any_order(observe, order):
     assert [getattr(*place) for place in owners] == before
 
 
+def patched_methods():
+    """Methods of torch's classes as they are now; a thread restores them when a model has ended."""
+    return torch.amp.GradScaler.step, DataLoader.__iter__
+
+
 def test_a_model_may_end_while_torch_is_patched():
-    step = torch.amp.GradScaler.step
+    before = patched_methods()
     loops, patches = [Observed()], Patches()
 
     def wrapper(original):
@@ -842,11 +847,11 @@ def test_a_model_may_end_while_torch_is_patched():
 
     patches.wrap(torch.amp.GradScaler, "step", wrapper)
     patches.remove()
-    until(lambda: torch.amp.GradScaler.step is step)
+    until(lambda: patched_methods() == before)
 
 
 def test_a_model_may_end_while_an_optimizer_steps(observe):
-    others = []
+    others, before = [], patched_methods()
 
     def end_the_other(*_):
         others.clear()
@@ -860,6 +865,8 @@ def test_a_model_may_end_while_an_optimizer_steps(observe):
     finally:
         handle.remove()
     assert loop.passes() == one_step(0)
+    loop.monitor.remove()
+    until(lambda: patched_methods() == before)
 
 
 def test_a_failure_of_instrument_leaves_everything_as_it_was(monkeypatch):
